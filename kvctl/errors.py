@@ -1,0 +1,40 @@
+"""Exit codes and the one exception that users see."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process's exit status means (kvctl(1), EXIT STATUS)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    ANSWER_IS_NO = 3
+    INTERRUPTED = 130
+
+
+class KvctlError(Exception):
+    """One plain line of what went wrong, and one of what to do about it."""
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(KvctlError):
+    """The command line asks for something that cannot be."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(KvctlError):
+    """A model's configuration is missing, damaged or not understood."""
+
+
+class SourceError(KvctlError):
+    """A model could not be found or fetched."""

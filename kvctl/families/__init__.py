@@ -1,0 +1,216 @@
+"""Families: from a configuration to layers, by rules of model types.
+
+Adding one: a reader `Fields -> Layers` in a module here, and a row in `FAMILIES`.
+Rows name their reader as "module:function", so that a run imports only what it uses.
+The first row that lists a model type wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from kvctl.errors import ConfigError
+from kvctl.families.build import Layers
+from kvctl.families.fields import Fields
+
+
+class Family(NamedTuple):
+    """A reader and the model types whose configurations it reads."""
+
+    reader: str
+    types: tuple[str, ...]
+
+
+def _types(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FAMILIES: tuple[Family, ...] = (
+    # Latent attention
+    Family("latent:deepseek_v4", _types("deepseek_v4 deepseek_ref")),
+    Family("latent:deepseek_v2", _types("deepseek_v2")),
+    Family("latent:latent", _types(
+        "deepseek_v3 kimi_k2 axk1 glm4_moe_lite minicpm3 mistral4 sarvam_mla youtu telechat3")),
+    Family("latent:longcat", _types("longcat_flash")),
+    Family("latent:indexed", _types("deepseek_v32 axk2")),
+    Family("latent:indexed_shared", _types("glm_moe_dsa hy_v4 hy_v4_vl_text")),
+    Family("latent:mistral_large4", _types("mistral_large4_text")),
+    Family("latent:dots3_note", _types("dots3_note_text")),
+    Family("latent:kimi_linear", _types("kimi_linear")),
+    Family("latent:bailing_hybrid", _types("bailing_hybrid")),
+    Family("latent:glm5_next", _types("glm5_next_text")),
+    Family("latent:minimax_m3", _types("minimax_m3_vl_text")),
+    Family("latent:qwen4_exp", _types("qwen4_exp_text")),
+    # Recurrent layers, alone or mixed with attention
+    Family("linear:gated_delta", _types("qwen3_next qwen3_5_text qwen3_5_moe_text")),
+    Family("linear:olmo_hybrid", _types("olmo_hybrid")),
+    Family("linear:lara_mini", _types("lara_mini")),
+    Family("linear:mamba", _types("mamba falcon_mamba")),
+    Family("linear:mamba2", _types("mamba2")),
+    Family("linear:jamba", _types("jamba")),
+    Family("linear:bamba", _types("bamba")),
+    Family("linear:granite_hybrid", _types("granitemoehybrid")),
+    Family("linear:falcon_h1", _types("falcon_h1")),
+    Family("linear:nemotron_h", _types("nemotron_h")),
+    Family("linear:zamba", _types("zamba")),
+    Family("linear:zamba2", _types("zamba2")),
+    Family("linear:lfm2", _types("lfm2 lfm2_moe")),
+    Family("linear:lfm3", _types("lfm3")),
+    Family("linear:inkling", _types("inkling_text")),
+    Family("linear:inkling2", _types("inkling2_text")),
+    Family("linear:inkling2_loop", _types("inkling2_loop_text")),
+    Family("linear:minimax", _types("minimax")),
+    Family("other:minimax_text_01", _types("minimax_text_01 minimax_m1")),
+    Family("linear:zaya", _types("zaya")),
+    Family("linear:recurrent_gemma", _types("recurrent_gemma")),
+    Family("linear:rwkv", _types("rwkv")),
+    Family("linear:xlstm", _types("xlstm")),
+    Family("linear:dory", _types("dory")),
+    Family("linear:hrm_text", _types("hrm_text")),
+    # Encoder-decoders and cross attention
+    Family("encdec:bart", _types(
+        "bart bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp nllb-moe pegasus "
+        "pegasus_x plbart pp_formulanet_text seamless_m4t seamless_m4t_v2 speech_to_text speecht5 trocr whisper")),
+    Family("encdec:t5", _types("t5 mt5 umt5 longt5 switch_transformers udop pop2piano")),
+    Family("encdec:pix2struct", _types("pix2struct_text_model")),
+    Family("encdec:blip_text", _types("blip_text_model")),
+    Family("encdec:prophetnet", _types("prophetnet")),
+    Family("encdec:moonshine", _types("moonshine")),
+    Family("encdec:flat_grouped", _types("cohere_asr moonshine_streaming")),
+    Family("encdec:nested_grouped", _types("canary")),
+    Family("encdec:dia", _types("dia")),
+    Family("encdec:nested_decoder", _types("encoder-decoder vision-encoder-decoder speech-encoder-decoder")),
+    Family("encdec:t5gemma", _types("t5gemma t5gemma2")),
+    Family("encdec:musicgen", _types("musicgen")),
+    Family("encdec:mllama", _types("mllama_text_model")),
+    Family("encdec:seq2seq_text_model", _types("florence2 pp_formulanet")),
+    Family("encdec:gpt2", _types("gpt2 gpt-sw3 musicgen_decoder musicgen_melody_decoder")),
+    Family("encdec:cross_where_added", _types(
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod")),
+    # Attention with rules of its own
+    Family("attention:falcon", _types("falcon")),
+    Family("attention:refined_web", _types("RefinedWeb RefinedWebModel")),
+    Family("attention:gpt_bigcode", _types("gpt_bigcode")),
+    Family("attention:gpt_neo", _types("gpt_neo")),
+    Family("attention:dbrx", _types("dbrx")),
+    Family("attention:mpt", _types("mpt")),
+    Family("attention:jetmoe", _types("jetmoe")),
+    Family("attention:mimo_v2", _types("mimo_v2_flash mimo_v2")),
+    Family("attention:modernbert_decoder", _types("modernbert-decoder")),
+    Family("attention:gemma3n", _types("gemma3n_text")),
+    Family("attention:gemma4", _types(
+        "gemma4_text gemma4_unified_text diffusion_gemma_text embedding_gemma2_text")),
+    Family("attention:per_layer_lists", _types("openelm")),
+    Family("other:gemma4_assistant", _types("gemma4_assistant gemma4_unified_assistant")),
+    Family("other:block_configs", _types("nemotron-nas deci")),
+    Family("other:chatglm", _types("chatglm")),
+    Family("other:qwen", _types("qwen")),
+    Family("other:step3", _types("step3_text")),
+    Family("other:baichuan_m1", _types("baichuan_m1")),
+    Family("other:phi3small", _types("phi3small")),
+    Family("other:cpmant", _types("cpmant")),
+    Family("other:openai_gpt", _types("openai-gpt")),
+    Family("other:xlnet", _types("xlnet")),
+    Family("other:blt", _types("blt")),
+    Family("other:unsupported", _types("reformer")),
+    # Plain attention: the class splits the hidden size over the heads
+    Family("attention:split_hidden", _types(
+        "deepseek_ocr2_text unlimited_ocr_text chameleon qwen2_vl_text qwen2_5_vl_text idefics")),
+    Family("attention:multi_head", _types(
+        "bloom biogpt codegen ctrl git gptj gpt_neox gpt_neox_japanese imagegpt kosmos_2_text_model "
+        "kosmos_2_5_text_model opt persimmon xglm xlm baichuan xverse")),
+    # Plain attention: KV heads and head width as given
+    Family("attention:grouped_query", _types(
+        "afmoe cohere2 cohere_compass_text apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2_moe cosmos3_edge_text "
+        "cosmos3_omni_text cwm diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text "
+        "evolla exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm46v_text "
+        "glm4v_text glm4v_moe_text glm_ocr_text glmga_text gpt_oss granite granite_docling_text granite_swa "
+        "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 "
+        "hyperclovax internlm internlm2 internlm3 iquestcoder jais2 kolibri1 kyutai_speech_to_text laguna llama "
+        "llama4_text mellum minimax_m2 ministral ministral3 mistral mixtral molmo2_text moshi muse_glimmer_text "
+        "muse_spark_text nanochat nemotron olmo olmo2 olmo3 olmoe paddleocr_vl_text phi phi3 phi4_multimodal phimoe "
+        "qwen2 qwen2_5_omni_text qwen2_moe qwen3 qwen3_moe qwen3_omni_moe_text qwen3_vl_text qwen3_vl_moe_text "
+        "sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 step3p5 step3p7_text vaultgemma "
+        "voxtral_realtime_text "
+        "arctic bailing_moe deepseek exaone4_5_text grok-1 hunyuan llada2_moe mimo minicpm Motif orion phi-msft "
+        "solar telechat2 yi")),
+    # Encoders
+    Family("other:no_cache", _types("albert distilbert deberta deberta-v2 modernbert mpnet esm longformer")),
+)  # fmt: skip
+
+# Where a wrapper keeps its language model, tried in this order.
+NESTED_NAMES = ("text_config", "decoder", "generator", "llm_config", "language_config", "thinker_config",
+                "language_model_config", "decoder_config", "llm_model_config", "vlm_config")  # fmt: skip
+
+# Wrappers whose language model may also stand flat at the top of the file.
+_MAX_NESTING = 4
+
+
+@cache
+def _readers() -> Mapping[str, str]:
+    table: dict[str, str] = {}
+    for family in FAMILIES:
+        for model_type in family.types:
+            table.setdefault(model_type, family.reader)
+    return table
+
+
+@cache
+def _load(reader: str) -> Any:
+    module, _, function = reader.partition(":")
+    return getattr(import_module(f"kvctl.families.{module}"), function)
+
+
+def find_reader(model_type: str) -> Any | None:
+    """The reader for a model type, or None."""
+    name = _readers().get(model_type)
+    return None if name is None else _load(name)
+
+
+def known_types() -> tuple[str, ...]:
+    """Every model type that a family lists."""
+    return tuple(_readers())
+
+
+def text_fields(f: Fields, depth: int = 0) -> Fields:
+    """The part of a configuration that describes the layers with the cache.
+
+    A type with a family of its own is read as it is; a wrapper leads to what it wraps.
+    """
+    if find_reader(f.type) is not None:
+        return f
+    if depth >= _MAX_NESTING:
+        raise ConfigError(f"{f.path}: configurations nested too deep")
+    for name in NESTED_NAMES:
+        if isinstance(f.raw.get(name), Mapping):
+            nested = f.nested(name)
+            assert nested is not None
+            return text_fields(nested, depth + 1)
+    for name in NESTED_NAMES:
+        declared = f.nested_types.get(name)
+        if declared:
+            if "num_hidden_layers" in f.raw or "num_attention_heads" in f.raw or "hidden_size" in f.raw:
+                # Older files keep the language model flat, beside the vision settings.
+                flat = Fields({**f.raw, "model_type": declared}, path=f.path)
+                return text_fields(flat, depth + 1)
+            nested = f.nested(name)
+            assert nested is not None
+            return text_fields(nested, depth + 1)
+    return f
+
+
+def read_layers(f: Fields) -> Layers:
+    """The layers of a configuration, by its family; unknown types only where nothing is in doubt."""
+    text = text_fields(f)
+    reader = find_reader(text.type)
+    if reader is None:
+        from kvctl.families.unknown import read_unknown
+
+        layers: Layers = read_unknown(text)
+        return layers
+    result: Layers = reader(text)
+    return result

@@ -1,0 +1,153 @@
+"""Shared pieces of family code: from kinds of layers to `Layer` objects.
+
+A family maps each kind of layer to a maker, `Fields -> Layer`. `build` calls every maker
+once for equal layers, so that equal layers are one object and a report is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvctl.errors import ConfigError
+from kvctl.families.fields import MAX_LAYERS, Fields
+from kvctl.families.patterns import CHUNKED, FULL, MLP, MOE, REFERENCE_SLIDING, SLIDING
+from kvctl.spec import ChunkedAttention, FullAttention, Layer, NoState, Shared, SlidingWindow
+
+Maker = Callable[[Fields], Layer]
+Layers = tuple[Layer, ...]
+
+NONE = Layer((NoState(),))
+SHARED = Layer((Shared(),))
+
+
+def per_layer_overrides(f: Fields, n: int) -> dict[int, Mapping[str, Any]]:
+    """`per_layer_config`: layer index → the fields in which that layer differs."""
+    section = f.get("per_layer_config")
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{f.path}per_layer_config is not an object")
+    out: dict[int, Mapping[str, Any]] = {}
+    for key, value in section.items():
+        try:
+            index = int(key)
+        except ValueError:
+            index = -1
+        if not 0 <= index < n or not isinstance(value, Mapping):
+            raise ConfigError(f"{f.path}per_layer_config: {str(key)[:20]!r} is not a layer of {n}")
+        out[index] = value
+    return out
+
+
+def build(
+    f: Fields,
+    kinds: Sequence[str],
+    makers: Mapping[str, Maker],
+    *,
+    shared: Sequence[bool] | None = None,
+) -> Layers:
+    """One layer for each of `kinds`; `shared` marks those that read another layer's cache."""
+    overrides = per_layer_overrides(f, len(kinds))
+    made: dict[str, Layer] = {}
+    special: dict[tuple[str, str], Layer] = {}
+    layers = []
+    for index, kind in enumerate(kinds):
+        if shared is not None and shared[index]:
+            layers.append(SHARED)
+            continue
+        override = overrides.get(index)
+        if override:
+            skip = override.get("skip") or ()
+            if any("attention" in str(name) or "attn" in str(name) for name in skip):
+                layers.append(NONE)
+                continue
+            key = (kind, repr(sorted(override.items(), key=lambda item: item[0])))
+            if key not in special:
+                special[key] = _make(f.with_values(**override), kind, makers)
+            layers.append(special[key])
+            continue
+        if kind not in made:
+            made[kind] = _make(f, kind, makers)
+        layers.append(made[kind])
+    return tuple(layers)
+
+
+def _make(f: Fields, kind: str, makers: Mapping[str, Maker]) -> Layer:
+    if kind in (MOE, MLP):
+        return NONE
+    maker = makers.get(kind)
+    if maker is None:
+        raise ConfigError(
+            f"{f.path}layer_types holds {kind[:40]!r}, which {f.type or 'this family'} is not known to have",
+            hint="known here: " + ", ".join([*makers, MOE, MLP]),
+        )
+    return maker(f)
+
+
+# -- attention -----------------------------------------------------------------------
+
+
+def kv_heads(f: Fields, name: str = "num_key_value_heads", heads: str = "num_attention_heads") -> int:
+    """KV heads; null or absent is one for every query head."""
+    return f.optional_int(name) or f.int(heads)
+
+
+def head_dim(f: Fields) -> int:
+    """Width of a head: given, or the hidden size split over the query heads."""
+    return f.optional_int("head_dim", minimum=0) or derived_head_dim(f)
+
+
+def derived_head_dim(f: Fields) -> int:
+    """Width of a head where the class always splits the hidden size."""
+    hidden, heads = f.int("hidden_size"), f.int("num_attention_heads")
+    if hidden < heads:
+        raise ConfigError(f"{f.path}hidden_size {hidden} is smaller than num_attention_heads {heads}")
+    return hidden // heads
+
+
+def window(f: Fields, name: str = "sliding_window") -> int:
+    """A window that must be there."""
+    value = f.get(name)
+    if value is None:
+        raise ConfigError(
+            f"{f.path}{name} is missing, and some layers are windowed",
+            hint=f"give it with --set {f.path}{name}=N",
+        )
+    return f.int(name)
+
+
+def attention_makers(shape: Callable[[Fields], tuple[int, int, int]]) -> dict[str, Maker]:
+    """Makers for the kinds of plain attention; `shape` is (KV heads, key dim, value dim)."""
+    return {
+        FULL: lambda f: Layer((FullAttention(*shape(f)),)),
+        SLIDING: lambda f: Layer((SlidingWindow(*shape(f), window=window(f)),)),
+        CHUNKED: lambda f: Layer((ChunkedAttention(*shape(f), chunk=window(f, "attention_chunk_size")),)),
+        REFERENCE_SLIDING: reference_sliding(shape),
+    }
+
+
+def reference_sliding(shape: Callable[[Fields], tuple[int, int, int]]) -> Maker:
+    """Full attention over the prompt, a window over what is generated; the prompt length is not known here."""
+
+    def make(f: Fields) -> Layer:
+        window(f)
+        return Layer(
+            (FullAttention(*shape(f)),),
+            note="prompt in full, a window over generated tokens: counted as if all were prompt",
+        )
+
+    return make
+
+
+def grouped(f: Fields) -> tuple[int, int, int]:
+    """(KV heads, key dim, value dim) of grouped-query attention."""
+    dim = head_dim(f)
+    return kv_heads(f), dim, dim
+
+
+def repeat(count: int, layer: Layer) -> Layers:
+    """`count` equal layers."""
+    if count > MAX_LAYERS:
+        raise ConfigError(f"{count:,} layers; no model has over {MAX_LAYERS:,}")
+    return (layer,) * count

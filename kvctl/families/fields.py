@@ -1,0 +1,222 @@
+"""Read a config.json the way its configuration class would.
+
+A config leaves out fields that equal its class's defaults, spells them by its class's
+names, and nests the decoder. `Fields` hides that: ask for the standard name, get the
+value the real model would use, or a ConfigError that names the key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from kvctl.errors import ConfigError
+
+# Beyond any real model, and far below what would make a report slow.
+MAX_LAYERS = 10_000
+MAX_INT = 2**48
+
+
+class ModelType(NamedTuple):
+    """What the configuration class of a model type adds to a config.json."""
+
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    nested: Mapping[str, str]
+
+
+_UNKNOWN = ModelType({}, {}, {})
+
+
+@cache
+def _type_lines() -> str:
+    return resources.files("kvctl").joinpath("data/model_types.jsonl").read_text("utf-8")
+
+
+@cache
+def model_type_facts(model_type: str) -> ModelType:
+    """Defaults, aliases and nested types of `model_type`; empty for an unknown one."""
+    # One line a type: find it as text, parse only that line.
+    text = _type_lines()
+    start = text.find("\n" + '{"model_type":' + json.dumps(model_type) + ",")
+    if start < 0:
+        return _UNKNOWN
+    row = json.loads(text[start + 1 : text.index("\n", start + 1)])
+    return ModelType(row["defaults"], row.get("aliases", {}), row.get("nested", {}))
+
+
+def is_known_type(model_type: str) -> bool:
+    """True where the configuration class of the type has been read."""
+    return model_type_facts(model_type) is not _UNKNOWN
+
+
+class Fields:
+    """One (sub-)configuration: JSON over class defaults, under standard names.
+
+    `read` lists what has been asked for and where it came from ("config" or "default"):
+    errors, --explain and the checks on incomplete catalogue rows use it.
+    """
+
+    __slots__ = ("_aliases", "_defaults", "_spellings", "nested_types", "path", "raw", "read", "type")
+
+    def __init__(self, raw: Mapping[str, Any], *, path: str = "", default_type: str = "") -> None:
+        model_type = raw.get("model_type") or default_type
+        if not isinstance(model_type, str):
+            raise ConfigError(f"{path}model_type is {_show(model_type)}, not a name")
+        facts = model_type_facts(model_type)
+        self.raw = raw
+        self.path = path
+        self.type = model_type
+        self._defaults = facts.defaults
+        self._aliases = facts.aliases
+        self.nested_types = facts.nested
+        self._spellings: dict[str, tuple[str, ...]] | None = None
+        self.read: dict[str, str] = {}
+
+    # -- reading ---------------------------------------------------------------
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value the configuration object would show under `name`."""
+        raw = self.raw
+        aliases = self._aliases
+        if aliases:
+            # transformers sets declared fields first and left-over keys after them, through
+            # the alias map: a standard spelling in the file wins over the class's own.
+            stored = aliases.get(name, name)
+            if self._spellings is None:
+                spellings: dict[str, tuple[str, ...]] = {}
+                for alias, target in aliases.items():
+                    spellings[target] = (*spellings.get(target, ()), alias)
+                self._spellings = spellings
+            for alias in self._spellings.get(stored, ()):
+                if alias in raw:
+                    self.read[name] = "config"
+                    return raw[alias]
+        else:
+            stored = name
+        if stored in raw:
+            self.read[name] = "config"
+            return raw[stored]
+        if stored in self._defaults:
+            self.read[name] = "default"
+            return self._defaults[stored]
+        return default
+
+    def has(self, name: str) -> bool:
+        """True where the file or the class knows the field."""
+        stored = self._aliases.get(name, name)
+        return name in self.raw or stored in self.raw or stored in self._defaults
+
+    def int(self, name: str, *, minimum: int = 1) -> int:
+        """A required whole number."""
+        value = self.get(name)
+        if value is None:
+            raise ConfigError(
+                f"{self.path}{name} is missing from the configuration of {self.type or 'this model'}",
+                hint=f"give it with --set {self.path}{name}=N",
+            )
+        return self._whole(name, value, minimum)
+
+    def optional_int(self, name: str, *, minimum: int = 1) -> int | None:
+        """A whole number, or None where it is absent or null."""
+        value = self.get(name)
+        return None if value is None else self._whole(name, value, minimum)
+
+    def int_or(self, name: str, default: int, *, minimum: int = 1) -> int:
+        """A whole number, or `default` where it is absent or null."""
+        value = self.optional_int(name, minimum=minimum)
+        return default if value is None else value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A truth value, as Python would take it."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, (bool, int)):
+            raise ConfigError(f"{self.path}{name} is {_show(value)}, not true or false")
+        return bool(value)
+
+    def list(self, name: str) -> list[Any] | None:
+        """A list, or None where it is absent or null."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{self.path}{name} is {_show(value)}, not a list")
+        if len(value) > MAX_LAYERS:
+            raise ConfigError(f"{self.path}{name} has {len(value):,} entries; no model has over {MAX_LAYERS:,} layers")
+        return list(value)
+
+    def strings(self, name: str, length: int | None = None) -> list[str] | None:
+        """A list of names, of `length` where given."""
+        value = self.list(name)
+        if value is None:
+            return None
+        for entry in value:
+            if not isinstance(entry, str):
+                raise ConfigError(f"{self.path}{name} holds {_show(entry)}, not a name")
+        if length is not None and len(value) != length:
+            raise ConfigError(f"{self.path}{name} has {len(value)} entries for {length} layers")
+        return value
+
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """A number of layers, within reason."""
+        count = self.int(name, minimum=0)
+        if count > MAX_LAYERS:
+            raise ConfigError(f"{self.path}{name} is {count:,}; no model has over {MAX_LAYERS:,} layers")
+        return count
+
+    def _whole(self, name: str, value: Any, minimum: int) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.path}{name} is {_show(value)}, not a whole number")
+        if not minimum <= value <= MAX_INT:
+            raise ConfigError(f"{self.path}{name} is {value:,}, out of range" if abs(value) < 2**64 else
+                              f"{self.path}{name} is out of range")  # fmt: skip
+        return value
+
+    # -- nesting ---------------------------------------------------------------
+
+    def nested(self, name: str, *, default_type: str = "") -> Fields | None:
+        """The configuration under `name`, or None where there is none."""
+        value = self.get(name)
+        declared = self.nested_types.get(name, default_type)
+        if value is None:
+            if not declared:
+                return None
+            value = {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.path}{name} is {_show(value)}, not an object")
+        return Fields(value, path=f"{self.path}{name}.", default_type=declared)
+
+    def section(self, name: str) -> Fields:
+        """A plain object of settings under `name` (empty where absent), read under its own names."""
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.path}{name} is {_show(value)}, not an object")
+        return Fields(dict(value, model_type=""), path=f"{self.path}{name}.")
+
+    def with_values(self, **values: Any) -> Fields:
+        """The same configuration with some fields replaced (`__post_init__` of the class)."""
+        fields = Fields.__new__(Fields)
+        fields.raw = {**self.raw, **values}
+        fields.path, fields.type = self.path, self.type
+        fields._defaults, fields._aliases = self._defaults, self._aliases
+        fields.nested_types, fields._spellings = self.nested_types, self._spellings
+        fields.read = self.read
+        return fields
+
+    def keys(self) -> Iterator[str]:
+        """Keys of the file itself."""
+        return iter(self.raw)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,69 @@
+"""Where configurations come from: a path, stdin, the Hub cache, the catalogue, the Hub.
+
+Precedence (design): a path wins; then a snapshot that is already in the user's Hub cache;
+then the bundled catalogue; then the Hub. `--source` forces one of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvctl.errors import SourceError, UsageError
+from kvctl.spec import Provenance, Weights
+
+SOURCES = ("catalogue", "cache", "hub")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A configuration and what is known beside it."""
+
+    id: str
+    config: Mapping[str, Any]
+    provenance: Provenance
+    weights: Weights | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for stderr: which source answered and why, what stands in for what."""
+    verbatim: bool = True
+    """False for catalogue rows that are not a whole config.json: what they leave out is not a class default."""
+
+
+def looks_like_path(name: str) -> bool:
+    """True for what can only be meant as a file or folder."""
+    return name.startswith((".", "/", "~")) or name.endswith((".json", ".gguf")) or os.sep in name and os.path.exists(name)
+
+
+def resolve(name: str, *, source: str | None = None, revision: str | None = None) -> Found:
+    """Find a model's configuration; SourceError says where was looked and what is near."""
+    if source is not None and source not in SOURCES:
+        raise UsageError(f"--source: unknown source {source!r}", hint="one of " + ", ".join(SOURCES))
+    if name == "-":
+        from kvctl.sources import local
+
+        return local.from_stdin()
+    if source is None and (looks_like_path(name) or os.path.isdir(name)):
+        from kvctl.sources import local
+
+        return local.from_path(name)
+    from kvctl.sources import catalogue
+
+    if source == "catalogue":
+        return catalogue.find(name)
+    # A short name means the same repository everywhere: the catalogue spells it out.
+    repo = catalogue.full_name(name)
+    if source != "hub":
+        from kvctl.sources import cache
+
+        snapshot = cache.find(repo, revision=revision)
+        if snapshot is not None:
+            return snapshot
+        if source == "cache":
+            raise SourceError(f"{name} is not in the Hub cache", hint="drop --source cache, or download it with: hf download " + repo)
+    if source is None and revision is None and catalogue.has(name):
+        return catalogue.find(name)
+    from kvctl.sources import hub
+
+    return hub.fetch(repo, revision=revision, forced=source == "hub")

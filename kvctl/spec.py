@@ -1,0 +1,375 @@
+"""What a model keeps for each sequence: layers, each with its kinds of state.
+
+A model is a list of layers; a layer keeps zero or more states; a state knows how many
+bytes it takes for a workload, in given formats, under the retention rules of an engine.
+Everything is integer arithmetic on frozen facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, ClassVar
+
+from kvctl.formats import CacheFormat, DType
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the cache has to hold: token positions of one sequence, and how many sequences."""
+
+    context: int
+    """Tokens in a sequence's past, prompt and output together."""
+    sequences: int = 1
+    encoder: int = 0
+    """Encoder positions that cross attention holds."""
+    beams: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """The model's dtype, and the formats of keys (and latents) and of values."""
+
+    model: DType
+    key: CacheFormat
+    value: CacheFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How an implementation keeps windows and convolutions.
+
+    `window_slack`: positions of a window that are not kept (the newest query brings its own).
+    `conv_slack`: columns of a convolution's kernel that are not kept.
+    """
+
+    window_slack: int
+    conv_slack: int
+
+    def window(self, tokens: int, window: int) -> int:
+        """Positions a window of `window` keeps of `tokens`."""
+        kept = window - self.window_slack
+        # Slicing the last 0 keeps everything, and that is what torch does with a window of 1.
+        return min(tokens, kept) if kept > 0 else tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """One kind of state that one layer keeps for one sequence."""
+
+    kind: ClassVar[str]
+    per_beam: ClassVar[bool] = True
+    """False for what all beams of a sequence can share (cross attention)."""
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        """Positions held (0 for states of a fixed size)."""
+        raise NotImplementedError
+
+    def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
+        """Bytes of one sequence (one beam)."""
+        return self.tokens(work, keep) * self.row(fmt)
+
+    def row(self, fmt: Formats) -> int:
+        """Bytes of one position."""
+        raise NotImplementedError
+
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+        """Bytes that one more token adds at this context; exact, 0 once nothing grows."""
+        one_more = Workload(work.context + 1, 1, work.encoder)
+        return Fraction((self.tokens(one_more, keep) - self.tokens(work, keep)) * self.row(fmt))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(LayerState):
+    """Keys [kv_heads, key_dim] and values [kv_heads, value_dim] for every position held."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def row(self, fmt: Formats) -> int:
+        heads = self.kv_heads
+        return fmt.key.row_bytes(heads * self.key_dim, heads) + fmt.value.row_bytes(heads * self.value_dim, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention(Attention):
+    """Every token so far, and `prefix` positions that a model puts before them."""
+
+    prefix: int = 0
+    kind: ClassVar[str] = "full_attention"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return work.context + self.prefix
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(Attention):
+    """The newest `window` tokens."""
+
+    window: int
+    kind: ClassVar[str] = "sliding_window"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return keep.window(work.context, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedAttention(Attention):
+    """The tokens of the current chunk: at most `chunk`."""
+
+    chunk: int
+    kind: ClassVar[str] = "chunked_attention"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return keep.window(work.context, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention(Attention):
+    """Every position of the encoder (or of the image, for vision cross layers)."""
+
+    kind: ClassVar[str] = "cross_attention"
+    per_beam: ClassVar[bool] = False
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return work.encoder
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention(LayerState):
+    """One compressed latent [latent] and one rotary key [rope] a token, for all heads."""
+
+    latent: int
+    rope: int
+    window: int | None = None
+    kind: ClassVar[str] = "latent_attention"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return work.context if self.window is None else keep.window(work.context, self.window)
+
+    def row(self, fmt: Formats) -> int:
+        # The latent is key and value at once: one row, in the format of keys.
+        return fmt.key.row_bytes(self.latent + self.rope)
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer(LayerState):
+    """Keys of a sparse attention's indexer, [dim] every `stride` tokens, in the model's dtype."""
+
+    dim: int
+    stride: int = 1
+    dtype: DType | None = None
+    kind: ClassVar[str] = "indexer"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return work.context // self.stride
+
+    def row(self, fmt: Formats) -> int:
+        return self.dim * (self.dtype or fmt.model).bytes
+
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+        return Fraction(self.row(fmt), self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention(LayerState):
+    """One entry [dim], key and value at once, for every `ratio` tokens."""
+
+    dim: int
+    ratio: int
+    kind: ClassVar[str] = "compressed_attention"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return work.context // self.ratio
+
+    def row(self, fmt: Formats) -> int:
+        return fmt.key.row_bytes(self.dim)
+
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+        return Fraction(self.row(fmt), self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken(LayerState):
+    """Bookkeeping an implementation stores with each position: `elements` of `dtype` (None: the model's)."""
+
+    elements: int
+    dtype: DType | None = None
+    kind: ClassVar[str] = "bookkeeping"
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return work.context
+
+    def row(self, fmt: Formats) -> int:
+        return self.elements * (self.dtype or fmt.model).bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConvState(LayerState):
+    """The last columns of a causal convolution's input, [channels, kernel − slack].
+
+    `fixed_columns` names the columns of implementations that do not follow `Retention`.
+    """
+
+    channels: int
+    kernel: int
+    dtype: DType | None = None
+    fixed_columns: int | None = None
+    kind: ClassVar[str] = "conv_state"
+
+    def columns(self, keep: Retention) -> int:
+        return self.kernel - keep.conv_slack if self.fixed_columns is None else self.fixed_columns
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return 0
+
+    def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
+        return self.channels * self.columns(keep) * (self.dtype or fmt.model).bytes
+
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+        return Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState(LayerState):
+    """A tensor of fixed `shape` that replaces a growing cache; dtype None is the model's."""
+
+    shape: tuple[int, ...]
+    dtype: DType | None = None
+    name: str = "state"
+    kind: ClassVar[str] = "recurrent_state"
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return 0
+
+    def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
+        return self.elements * (self.dtype or fmt.model).bytes
+
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+        return Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Empty(LayerState):
+    """Nothing of its own."""
+
+    def tokens(self, work: Workload, keep: Retention) -> int:
+        return 0
+
+    def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
+        return 0
+
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+        return Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared(Empty):
+    """Reads the cache of another layer (`of`: its index, where the config says it)."""
+
+    of: int | None = None
+    kind: ClassVar[str] = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class NoState(Empty):
+    """A layer without a cache: MLP, mixture of experts."""
+
+    kind: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: what the architecture needs, and what an engine stores where that differs.
+
+    `stored` holds, by engine name, the states that an engine really keeps for this layer
+    when it does not follow the architecture (heads repeated before caching, buffers, …).
+    """
+
+    states: tuple[LayerState, ...]
+    stored: Mapping[str, tuple[LayerState, ...]] = field(default_factory=dict)
+    note: str = ""
+
+    def states_in(self, engine: str) -> tuple[LayerState, ...]:
+        """The states that `engine` keeps."""
+        return self.stored.get(engine, self.states) if self.stored else self.states
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a model's facts came from."""
+
+    source: str
+    """catalogue, local, cache, hub, stdin or shape."""
+    location: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the weights and how they are known; parameters may be unknown."""
+
+    bytes: int
+    parameters: int | None
+    source: str
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as kvctl sees it: layers and the facts around them; nothing here is guessed."""
+
+    id: str
+    model_type: str
+    layers: tuple[Layer, ...]
+    dtype: DType | None
+    max_context: int | None
+    provenance: Provenance
+    weights: Weights | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    naive: Naive | None = None
+    default_encoder: int | None = None
+    """Encoder positions of a full input (audio, image), where the config names them."""
+    cross_input: str = ""
+    """What cross attention looks at: "encoder", "image", "audio", or "" without any."""
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Layer, int], ...]:
+        """Distinct layers with their counts, in order of first appearance.
+
+        Families build one object for all equal layers, so identity is enough.
+        """
+        counts: dict[int, int] = {}
+        first: dict[int, Layer] = {}
+        for layer in self.layers:
+            key = id(layer)
+            if key in counts:
+                counts[key] += 1
+            else:
+                counts[key], first[key] = 1, layer
+        return tuple((first[key], count) for key, count in counts.items())
+
+
+@dataclass(frozen=True)
+class Naive:
+    """The numbers a one-line calculator would multiply: 2 × layers × KV heads × head dim."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def size(self, work: Workload, fmt: Formats) -> int:
+        """Bytes by the usual formula."""
+        row = self.kv_heads * self.head_dim
+        per_token = fmt.key.row_bytes(row, self.kv_heads) + fmt.value.row_bytes(row, self.kv_heads)
+        return self.layers * per_token * work.context * work.sequences

@@ -1,0 +1,73 @@
+"""Tokens and bytes, read from and written for people."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from kvctl.errors import UsageError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmM]?)")
+_TOKEN_FACTORS = {"": 1, "k": 1024, "m": 1024 * 1024}
+MAX_TOKENS = 2**40
+
+
+def parse_tokens(text: str, *, what: str = "--ctx") -> int:
+    """Read "4096", "4k" (4,096) or "1m" (1,048,576) as a number of tokens."""
+    match = _TOKENS.fullmatch(text.strip().replace(",", "").replace("_", "")) if len(text) <= 40 else None
+    if match is None:
+        raise UsageError(f"{what}: {text[:40]!r} is not a number of tokens", hint="write 4096, 4k or 1m (k is 1,024)")
+    number = Fraction(match[1]) * _TOKEN_FACTORS[match[2].lower()]
+    if number.denominator != 1:
+        raise UsageError(f"{what}: {text!r} is {float(number):g} tokens, not a whole number")
+    if not 0 <= number <= MAX_TOKENS:
+        raise UsageError(f"{what}: {text!r} is out of range", hint=f"at most {MAX_TOKENS:,} tokens")
+    return int(number)
+
+
+def parse_token_list(text: str, *, what: str = "--ctx") -> tuple[int, ...]:
+    """Read "4k,32k,128k"; order is kept, repeats are dropped."""
+    parts = [part for part in re.split(r"[,\s]+", text.strip()) if part]
+    if not parts:
+        raise UsageError(f"{what}: empty list", hint="write for example --ctx 4k,32k,128k")
+    return tuple(dict.fromkeys(parse_tokens(part, what=what) for part in parts))
+
+
+def format_bytes(count: int) -> str:
+    """Binary units, as GPUs count: 1 GiB is 2^30 bytes."""
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= size:
+            return f"{_number(count / size)} {unit}"
+    return f"{count} B"
+
+
+def _number(value: float) -> str:
+    """Four significant digits up to 9,999; whole numbers bare ("40 GiB", not "40.00 GiB")."""
+    if value == int(value):
+        return f"{int(value):,}"
+    digits = 2 if value < 100 else 1
+    text = f"{value:,.{digits}f}"
+    return text
+
+
+def format_tokens(count: int) -> str:
+    """131072 as "128k": only where nothing is lost; else the plain number."""
+    for unit, size in (("m", 1024 * 1024), ("k", 1024)):
+        if count >= size and count % size == 0:
+            return f"{count // size}{unit}"
+    return f"{count:,}"
+
+
+def format_count(count: int) -> str:
+    """Parameters: 72.7B, 134.5M."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}" if count / size < 1000 else f"{count / size:.0f}{unit}"
+    return str(count)
+
+
+def plural(count: int, noun: str) -> str:
+    """1 layer, 2 layers."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
