@@ -86,7 +86,8 @@ def main() -> None:
         keys = set(row["defaults"]) | set(row.get("aliases", {}))  # type: ignore[call-overload]
         if row.get("nested"):
             return True
-        if re.search(r"vision|audio_enc|_vit|image_enc|qformer|resampler|codec|vq", str(row["model_type"])):
+        name = str(row["model_type"])
+        if "text" not in name and re.search(r"vision|audio_enc|_vit|image_enc|qformer|resampler|codec|vq", name):
             return False
         return bool(keys & {"vocab_size", "num_key_value_heads", "layer_types", "decoder_layers"})
 

@@ -87,7 +87,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("encdec:musicgen", _types("musicgen")),
     Family("encdec:mllama", _types("mllama_text_model")),
     Family("encdec:seq2seq_text_model", _types("florence2 pp_formulanet")),
-    Family("encdec:gpt2", _types("gpt2 gpt-sw3 musicgen_decoder musicgen_melody_decoder")),
+    Family("encdec:gpt2", _types("gpt2 gpt-sw3 decision_transformer musicgen_decoder musicgen_melody_decoder")),
     Family("encdec:cross_where_added", _types(
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
         "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod")),
@@ -129,17 +129,27 @@ FAMILIES: tuple[Family, ...] = (
         "cosmos3_omni_text cwm diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text "
         "evolla exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm46v_text "
         "glm4v_text glm4v_moe_text glm_ocr_text glmga_text gpt_oss granite granite_docling_text granite_swa "
-        "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 "
+        "granite4_vision_text granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 "
         "hyperclovax internlm internlm2 internlm3 iquestcoder jais2 kolibri1 kyutai_speech_to_text laguna llama "
         "llama4_text mellum minimax_m2 ministral ministral3 mistral mixtral molmo2_text moshi muse_glimmer_text "
         "muse_spark_text nanochat nemotron olmo olmo2 olmo3 olmoe paddleocr_vl_text phi phi3 phi4_multimodal phimoe "
         "qwen2 qwen2_5_omni_text qwen2_moe qwen3 qwen3_moe qwen3_omni_moe_text qwen3_vl_text qwen3_vl_moe_text "
         "sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 step3p5 step3p7_text vaultgemma "
-        "voxtral_realtime_text "
+        "voxtral_realtime_text t5_gemma_module t5gemma2_decoder t5gemma2_text csm csm_depth_decoder_model "
+        "higgs_audio_v2 qwen2_5_omni_talker qwen3_omni_moe_talker_text qwen3_omni_moe_talker_code_predictor "
+        "glm_image_text muse_glimmer_assistant canary_decoder "
         "arctic bailing_moe deepseek exaone4_5_text grok-1 hunyuan llada2_moe mimo minicpm Motif orion phi-msft "
         "solar telechat2 yi")),
     # Encoders
-    Family("other:no_cache", _types("albert distilbert deberta deberta-v2 modernbert mpnet esm longformer")),
+    Family("other:no_cache", _types(
+        "albert distilbert deberta deberta-v2 modernbert mpnet esm longformer eurobert esmc nomic_bert convbert ibert "
+        "layoutlm layoutlmv2 layoutlmv3 layoutxlm lilt luke mobilebert mra nystromformer squeezebert splinter tapas "
+        "yoso fnet funnel bros markuplm gte jina_embeddings_v3 ultrabert neomme perceiver visual_bert vilt "
+        "wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm hubert unispeech unispeech-sat data2vec-audio sew sew-d "
+        "clip_text_model siglip_text_model siglip2_text_model aimv2_text_model align_text_model altclip_text_model "
+        "chinese_clip_text_model clap_text_model clipseg_text_model flava_text_model groupvit_text_model "
+        "metaclip_2_text_model owlv2_text_model owlvit_text_model xclip_text_model vit dinov2 siglip_vision_model "
+        "clip_vision_model clip siglip siglip2")),
 )  # fmt: skip
 
 # Where a wrapper keeps its language model, tried in this order.
@@ -195,7 +205,7 @@ def text_fields(f: Fields, depth: int = 0) -> Fields:
         if declared:
             if "num_hidden_layers" in f.raw or "num_attention_heads" in f.raw or "hidden_size" in f.raw:
                 # Older files keep the language model flat, beside the vision settings.
-                flat = Fields({**f.raw, "model_type": declared}, path=f.path)
+                flat = Fields({**f.raw, "model_type": declared}, path=f.path, read=f.read)
                 return text_fields(flat, depth + 1)
             nested = f.nested(name)
             assert nested is not None

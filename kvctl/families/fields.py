@@ -56,13 +56,16 @@ def is_known_type(model_type: str) -> bool:
 class Fields:
     """One (sub-)configuration: JSON over class defaults, under standard names.
 
-    `read` lists what has been asked for and where it came from ("config" or "default"):
-    errors, --explain and the checks on incomplete catalogue rows use it.
+    `read` lists what has been asked for, by full path, and where it came from ("config",
+    "default" or "absent"); nested configurations share it. It tells a what-if that has an
+    effect from one that has none, and which facts an incomplete catalogue row rests on.
     """
 
     __slots__ = ("_aliases", "_defaults", "_spellings", "nested_types", "path", "raw", "read", "type")
 
-    def __init__(self, raw: Mapping[str, Any], *, path: str = "", default_type: str = "") -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], *, path: str = "", default_type: str = "", read: dict[str, str] | None = None
+    ) -> None:
         model_type = raw.get("model_type") or default_type
         if not isinstance(model_type, str):
             raise ConfigError(f"{path}model_type is {_show(model_type)}, not a name")
@@ -74,7 +77,7 @@ class Fields:
         self._aliases = facts.aliases
         self.nested_types = facts.nested
         self._spellings: dict[str, tuple[str, ...]] | None = None
-        self.read: dict[str, str] = {}
+        self.read: dict[str, str] = {} if read is None else read
 
     # -- reading ---------------------------------------------------------------
 
@@ -93,17 +96,22 @@ class Fields:
                 self._spellings = spellings
             for alias in self._spellings.get(stored, ()):
                 if alias in raw:
-                    self.read[name] = "config"
+                    self.read[self.path + stored] = "config"
                     return raw[alias]
         else:
             stored = name
         if stored in raw:
-            self.read[name] = "config"
+            self.read[self.path + stored] = "config"
             return raw[stored]
         if stored in self._defaults:
-            self.read[name] = "default"
+            self.read[self.path + stored] = "default"
             return self._defaults[stored]
+        self.read.setdefault(self.path + stored, "absent")
         return default
+
+    def stored_name(self, name: str) -> str:
+        """The name under which the class keeps a field ("n_head" for "num_attention_heads" of GPT-2)."""
+        return self._aliases.get(name, name)
 
     def has(self, name: str) -> bool:
         """True where the file or the class knows the field."""
@@ -191,7 +199,7 @@ class Fields:
             value = {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.path}{name} is {_show(value)}, not an object")
-        return Fields(value, path=f"{self.path}{name}.", default_type=declared)
+        return Fields(value, path=f"{self.path}{name}.", default_type=declared, read=self.read)
 
     def section(self, name: str) -> Fields:
         """A plain object of settings under `name` (empty where absent), read under its own names."""
@@ -200,7 +208,7 @@ class Fields:
             value = {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.path}{name} is {_show(value)}, not an object")
-        return Fields(dict(value, model_type=""), path=f"{self.path}{name}.")
+        return Fields(dict(value, model_type=""), path=f"{self.path}{name}.", read=self.read)
 
     def with_values(self, **values: Any) -> Fields:
         """The same configuration with some fields replaced (`__post_init__` of the class)."""

@@ -10,8 +10,8 @@ from kvctl.spec import ConvState, FullAttention, Layer, NoState, SlidingWindow
 
 
 def no_cache(f: Fields) -> Layers:
-    """Encoders: no layer keeps anything."""
-    return repeat(f.layers(), NONE)
+    """Encoders: no layer keeps anything, however many there are."""
+    return repeat(f.layers() if f.get("num_hidden_layers") is not None else 0, NONE)
 
 
 def cpmant(f: Fields) -> Layers:

@@ -1,0 +1,99 @@
+"""The `kvctl` command: the list of commands, and one mapping from what went wrong to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvctl import __version__
+from kvctl.commands.size import size
+from kvctl.errors import ExitCode, KvctlError
+
+app = typer.Typer(
+    name="kvctl",
+    help="Size, measure, shrink and test the KV cache of large language models.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 done, 1 failed, 2 wrong usage, 3 the answer is no, 130 interrupted. See kvctl(1).",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"kvctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Size, measure, shrink and test the KV cache of large language models."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+app.command()(size)
+
+
+def main() -> NoReturn:
+    """Run the command line; every way out passes here."""
+    sys.exit(run())
+
+
+def run() -> int:
+    """The exit status of one run. Errors are one line and a hint on stderr."""
+    debug = os.environ.get("KVCTL_DEBUG") == "1"
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else ExitCode.OK
+    except KvctlError as err:
+        if debug:
+            raise
+        return _say(err.message, err.hint, err.exit_code)
+    except BrokenPipeError:
+        # The reader has gone (kvctl … | head): not an error, and nothing more may be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except KeyboardInterrupt:
+        return _say("interrupted", None, ExitCode.INTERRUPTED)
+    except Exception as err:  # the last net: a fault of kvctl's own still gets one line
+        if debug:
+            raise
+        return _usage_or_fault(err)
+
+
+def _usage_or_fault(err: Exception) -> int:
+    """Typer's own errors (unknown option, missing value) by duck type: its Click is private."""
+    show = getattr(err, "format_message", None)
+    if show is not None:
+        context = getattr(err, "ctx", None)
+        path = getattr(context, "command_path", "kvctl")
+        return _say(show(), f"see {path} --help", ExitCode.USAGE)
+    if type(err).__name__ == "Abort":
+        return _say("interrupted", None, ExitCode.INTERRUPTED)
+    if isinstance(err, OSError):
+        return _say(f"{err.strerror or err}: {err.filename}" if err.filename else str(err), None, ExitCode.FAILED)
+    return _say(
+        f"internal error: {type(err).__name__}: {err}",
+        "set KVCTL_DEBUG=1 for the traceback, and please report it",
+        ExitCode.FAILED,
+    )
+
+
+def _say(message: str, hint: str | None, code: int) -> int:
+    from kvctl.output import one_line
+
+    print(f"kvctl: error: {one_line(message)}", file=sys.stderr)
+    if hint:
+        print(f"hint: {one_line(hint)}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""Commands: they parse and call; no arithmetic."""

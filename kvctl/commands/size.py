@@ -1,0 +1,116 @@
+"""`kvctl size`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+from kvctl.options import (
+    complete_cache_formats,
+    complete_dtypes,
+    complete_engines,
+    complete_models,
+    complete_output_formats,
+)
+
+
+def size(
+    models: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="A catalogue or Hub name (Qwen/Qwen3-32B, Qwen3-32B), a folder, a config.json, or - for stdin.",
+            autocompletion=complete_models,
+            show_default=False,
+        ),
+    ] = None,
+    ctx: Annotated[
+        Optional[str],
+        typer.Option("--ctx", "-c", metavar="TOKENS", help="Tokens in each sequence, one or more: 4096, 4k,32k,128k (k is 1,024). Default: a ladder up to the model's maximum.", show_default=False),
+    ] = None,
+    sequences: Annotated[int, typer.Option("--sequences", "-n", metavar="N", help="Sequences held at the same time.")] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="The model's dtype: auto (the config's), fp32, bf16, fp16.", autocompletion=complete_dtypes)] = "auto",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", metavar="NAME", help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …", autocompletion=complete_cache_formats)] = "auto",
+    k_dtype: Annotated[str, typer.Option("--k-dtype", metavar="NAME", help="Format of keys and latents alone.", autocompletion=complete_cache_formats)] = "auto",
+    v_dtype: Annotated[str, typer.Option("--v-dtype", metavar="NAME", help="Format of values alone.", autocompletion=complete_cache_formats)] = "auto",
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="Whose rules: ideal (the architecture's own need), transformers.", autocompletion=complete_engines)] = "ideal",
+    encoder_tokens: Annotated[Optional[int], typer.Option("--encoder-tokens", metavar="N", min=0, help="Positions that cross attention holds. Default: the encoder's full input where the config names it, else as many as --ctx.", show_default=False)] = None,
+    image_tokens: Annotated[Optional[int], typer.Option("--image-tokens", metavar="N", min=0, help="Image positions in each sequence, beside --ctx. Default: 0.", show_default=False)] = None,
+    audio_tokens: Annotated[Optional[int], typer.Option("--audio-tokens", metavar="N", min=0, help="Audio positions in each sequence, beside --ctx. Default: 0; a full input for audio encoder-decoders.", show_default=False)] = None,
+    beams: Annotated[int, typer.Option("--beams", metavar="N", help="Beams of a beam search: each holds a cache of its own.")] = 1,
+    set_: Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="What if: replace a field of the configuration (dotted for nested ones). Repeatable.", show_default=False)] = None,
+    layers: Annotated[Optional[int], typer.Option("--layers", metavar="N", help="Size a bare shape without a model: layers, with --kv-heads and --head-dim.", show_default=False)] = None,
+    kv_heads: Annotated[Optional[int], typer.Option("--kv-heads", metavar="N", help="KV heads of a bare shape.", show_default=False)] = None,
+    head_dim: Annotated[Optional[int], typer.Option("--head-dim", metavar="N", help="Head width of a bare shape.", show_default=False)] = None,
+    source: Annotated[Optional[str], typer.Option("--source", metavar="NAME", help="Where to look: catalogue, cache (the Hub's, on this machine) or hub. Default: a path, then the cache, the catalogue, the Hub.", show_default=False)] = None,
+    revision: Annotated[Optional[str], typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False)] = None,
+    explain: Annotated[bool, typer.Option("--explain", "-e", help="Print the formula of every kind of layer with this model's numbers.")] = False,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="List every layer (JSON and CSV: in layer order).")] = False,
+    format_: Annotated[str, typer.Option("--format", "-f", metavar="FORMAT", help="table, json, csv or md.", autocompletion=complete_output_formats)] = "table",
+    json_: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes and warnings on stderr.")] = False,
+    list_models: Annotated[bool, typer.Option("--list-models", help="List the catalogue; MODEL is then a pattern (part of a name, or with * and ?).")] = False,
+) -> None:
+    """How many bytes a model's KV cache takes, and where they go.
+
+    \b
+    Examples:
+      kvctl size Qwen3-72B --ctx 128k
+      kvctl size Qwen3-32B DeepSeek-V3 gemma-3-27b-it --ctx 4k,32k,128k
+      kvctl size ./my-model --ctx 32k --sequences 16 --kv-dtype fp8 --json
+      kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
+      kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
+    """
+    from kvctl import options, output
+
+    form = options.read_output_format(format_, json_)
+    if list_models:
+        from kvctl.sources import catalogue
+
+        output.emit_listing(catalogue.listing((models or [""])[0]), form)
+        return
+
+    from kvctl.engines import engine as find_engine
+    from kvctl.errors import UsageError
+    from kvctl.model import build_spec, parse_overrides, shape_spec
+    from kvctl.reports import SizeReport
+    from kvctl.size import SizePlan, contexts_for
+    from kvctl.size import size as size_of
+    from kvctl.sources import resolve
+    from kvctl.units import parse_token_list
+
+    both = options.read_cache_format(kv_dtype, "--kv-dtype")
+    plan = SizePlan(
+        engine=find_engine(engine),
+        contexts=parse_token_list(ctx) if ctx is not None else None,
+        sequences=options.at_least_one(sequences, "--sequences"),
+        beams=options.at_least_one(beams, "--beams"),
+        dtype=options.read_dtype(dtype),
+        key=options.read_cache_format(k_dtype, "--k-dtype") or both,
+        value=options.read_cache_format(v_dtype, "--v-dtype") or both,
+        encoder_tokens=encoder_tokens,
+        image_tokens=image_tokens,
+        audio_tokens=audio_tokens,
+        per_layer=per_layer,
+        explain=explain,
+    )
+    overrides = parse_overrides(set_ or [])
+
+    shape = (layers, kv_heads, head_dim)
+    if any(value is not None for value in shape):
+        if models:
+            raise UsageError("--layers, --kv-heads and --head-dim describe a shape without a model",
+                             hint="for a what-if on a model use --set num_hidden_layers=N")  # fmt: skip
+        if layers is None or kv_heads is None or head_dim is None:
+            raise UsageError("a shape needs all of --layers, --kv-heads and --head-dim")
+        if overrides:
+            raise UsageError("--set changes a model's configuration; a shape has none")
+        specs = [shape_spec(layers, kv_heads, head_dim)]
+    elif models:
+        specs = [build_spec(resolve(name, source=source, revision=revision), overrides) for name in models]
+    else:
+        raise UsageError("no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue")
+
+    report = SizeReport(tuple(size_of(spec, context, plan) for spec in specs for context in contexts_for(spec, plan)))
+    output.emit_size(report, form, quiet=quiet)

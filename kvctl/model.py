@@ -1,0 +1,197 @@
+"""From a configuration to a `ModelSpec`: layers, dtype, lengths, what-ifs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvctl.errors import ConfigError, UsageError
+from kvctl.families import NESTED_NAMES, find_reader, read_layers, text_fields
+from kvctl.families.fields import Fields
+from kvctl.formats import DType, model_dtype
+from kvctl.sources import Found
+from kvctl.spec import CrossAttention, FullAttention, Layer, ModelSpec, Naive, Provenance
+
+_SHAPE_HINT = "write --set num_key_value_heads=64, or --set text_config.sliding_window=null"
+# Names of the longest input a decoder takes, most specific first.
+_LENGTHS = ("max_target_positions", "max_decoder_position_embeddings", "max_text_positions", "n_positions",
+            "max_position_embeddings", "max_sequence_length", "model_max_length", "seq_length", "max_seq_len")  # fmt: skip
+_ENCODER_LENGTHS = ("max_source_positions",)
+_AUDIO = {"whisper", "speech_to_text", "speecht5", "moonshine", "moonshine_streaming", "cohere_asr", "canary",
+          "speech-encoder-decoder", "seamless_m4t", "seamless_m4t_v2", "pop2piano"}  # fmt: skip
+_IMAGE = {"mllama_text_model", "pix2struct_text_model", "blip_text_model", "vision-encoder-decoder", "trocr"}
+
+
+def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """Read "key=value" pairs; values are JSON where they can be, else text."""
+    out: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        key = key.strip()
+        if not equals or not key or any(not part for part in key.split(".")):
+            raise UsageError(f"--set: {item[:60]!r} is not key=value", hint=_SHAPE_HINT)
+        try:
+            out[key] = json.loads(text)
+        except (ValueError, RecursionError):
+            out[key] = text.strip()
+    return out
+
+
+def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A copy of `config` with what-ifs put in, and the full path each one went to.
+
+    A plain key belongs to the language model: where the file nests that and has no such
+    key at the top, the key goes into the nested part.
+    """
+    out: dict[str, Any] = dict(config)
+    paths: dict[str, Any] = {}
+    for key, value in overrides.items():
+        parts = key.split(".")
+        if len(parts) == 1 and key not in out:
+            parts = [*_language_model_path(out), key]
+        target = out
+        for part in parts[:-1]:
+            inner = target.get(part)
+            if inner is not None and not isinstance(inner, Mapping):
+                raise UsageError(f"--set {key}: {part} is not an object in this configuration")
+            target[part] = dict(inner or {})
+            target = target[part]
+        target[parts[-1]] = value
+        paths[".".join(parts)] = value
+    return out, paths
+
+
+def _language_model_path(config: Mapping[str, Any]) -> list[str]:
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and find_reader(model_type) is not None:
+        return []
+    for name in NESTED_NAMES:
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            return [name, *_language_model_path(inner)]
+    return []
+
+
+def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Everything that can be said about a model before a workload is known."""
+    config, paths = apply_overrides(found.config, overrides) if overrides else (found.config, {})
+    root = Fields(config)
+    try:
+        layers = read_layers(root)
+    except (TypeError, AttributeError, ZeroDivisionError, OverflowError, IndexError) as err:
+        # A value of a shape that no reader expects: the file is at fault, and the reader names nothing better.
+        raise ConfigError(f"the configuration of {found.id} holds a value that cannot be read: {err}") from err
+    text = text_fields(root)
+    notes = list(found.notes)
+    if find_reader(text.type) is None:
+        notes.append(f"model type {text.type or '(none)'!r} is not known: read as standard attention, all keys checked")
+    cross = any(isinstance(state, CrossAttention) for layer in layers for state in layer.states)
+    spec = ModelSpec(
+        id=found.id,
+        model_type=root.type or text.type,
+        layers=layers,
+        dtype=_dtype(root, text),
+        max_context=_max_context(root, text),
+        provenance=found.provenance,
+        weights=found.weights,
+        overrides=paths,
+        notes=tuple(notes),
+        naive=_naive(text),
+        default_encoder=_default_encoder(text) if cross else None,
+        cross_input=_cross_input(root, text) if cross else "",
+    )
+    _check_effect(root, text, paths)
+    return spec
+
+
+def shape_spec(layers: int, kv_heads: int, head_dim: int) -> ModelSpec:
+    """A bare shape: so many equal layers of full attention."""
+    for name, value in (("--layers", layers), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
+        if not 1 <= value <= 2**31:
+            raise UsageError(f"{name}: {value} is out of range")
+    if layers > 100_000:
+        raise UsageError(f"--layers: {layers:,} is out of range", hint="at most 100,000")
+    layer = Layer((FullAttention(kv_heads, head_dim, head_dim),))
+    return ModelSpec(
+        id=f"{layers} layers × {kv_heads} KV heads × {head_dim}",
+        model_type="shape",
+        layers=(layer,) * layers,
+        dtype=None,
+        max_context=None,
+        provenance=Provenance("shape", "command line"),
+        naive=Naive(layers, kv_heads, head_dim),
+    )
+
+
+def _check_effect(root: Fields, text: Fields, paths: Mapping[str, Any]) -> None:
+    """A what-if that no rule reads would look like an answer; refuse it."""
+    for path in paths:
+        prefix, _, name = path.rpartition(".")
+        prefix = prefix + "." if prefix else ""
+        spellings = {path, prefix + text.stored_name(name), prefix + root.stored_name(name)}
+        if spellings & root.read.keys() or any(key.startswith(path + ".") for key in root.read):
+            continue
+        import difflib
+
+        known = sorted(key for key, origin in root.read.items() if origin != "absent")
+        near = difflib.get_close_matches(path, known, 3) or known[:6]
+        raise UsageError(f"--set {path}: has no effect on the cache of this model", hint="what counts here: " + ", ".join(near))
+
+
+def _dtype(*parts: Fields) -> DType | None:
+    for f in reversed(parts):
+        for name in ("dtype", "torch_dtype"):
+            value = f.get(name)
+            if isinstance(value, str) and value != "auto":
+                dtype = model_dtype(value)
+                if dtype is not None:
+                    return dtype
+    return None
+
+
+def _max_context(root: Fields, text: Fields) -> int | None:
+    for f in (text, root):
+        for name in _LENGTHS:
+            value = f.get(name)
+            # Tokenizer-style "no limit" values are no lengths.
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+                return value
+    return None
+
+
+def _default_encoder(text: Fields) -> int | None:
+    for name in _ENCODER_LENGTHS:
+        value = text.optional_int(name)
+        if value is not None:
+            if text.type == "speech_to_text":
+                # Convolutions of stride 2 stand before the encoder.
+                return value >> text.int_or("num_conv_layers", 2, minimum=0)
+            return value
+    return None
+
+
+def _cross_input(root: Fields, text: Fields) -> str:
+    if root.type in _AUDIO or text.type in _AUDIO:
+        return "audio"
+    if root.type in _IMAGE or text.type in _IMAGE:
+        return "image"
+    return "encoder"
+
+
+def _naive(text: Fields) -> Naive | None:
+    """What a calculator takes from the usual field names, if they are all there."""
+    get = text.raw.get
+    layers, heads = get("num_hidden_layers"), get("num_attention_heads")
+    kv, dim, hidden = get("num_key_value_heads"), get("head_dim"), get("hidden_size")
+    if kv is None:
+        kv = heads
+    whole = [value for value in (layers, heads, kv) if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+    if len(whole) != 3 or not isinstance(layers, int) or not isinstance(kv, int):
+        return None
+    if not isinstance(dim, int) or dim <= 0:
+        if not isinstance(hidden, int) or not isinstance(heads, int):
+            return None
+        dim = hidden // heads
+    return Naive(layers, kv, dim)
+

@@ -1,0 +1,167 @@
+"""Reports: frozen results with a schema id; bytes are integers, `to_dict` is the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvctl import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """One kind of state over all layers that hold it."""
+
+    kind: str
+    count: int
+    """Layers."""
+    tokens: int
+    """Positions held for one sequence; 0 for states of a fixed size."""
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "count": self.count, "tokens": self.tokens, "bytes": self.bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """One layer, with the states it holds."""
+
+    index: int
+    states: tuple[StateRow, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(state.bytes for state in self.states)
+
+    def to_dict(self) -> dict[str, Any]:
+        first = self.states[0]
+        return {
+            "index": self.index,
+            "kind": first.kind,
+            "tokens": first.tokens,
+            "bytes": self.bytes,
+            "states": [{"kind": s.kind, "tokens": s.tokens, "bytes": s.bytes} for s in self.states],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Which model, and where the facts came from."""
+
+    id: str
+    model_type: str
+    source: str
+    location: str
+    revision: str | None
+    overrides: Mapping[str, Any]
+    notes: tuple[str, ...]
+    max_context: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "model_type": self.model_type,
+            "source": self.source,
+            "location": self.location,
+            "revision": self.revision,
+            "overrides": dict(self.overrides),
+            "notes": list(self.notes),
+            "max_context": self.max_context,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """How the bytes of one group of equal layers come about, with numbers put in."""
+
+    layers: int
+    kind: str
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizeResult:
+    """The cache of one model for one workload under one engine's rules."""
+
+    model: ModelInfo
+    engine: str
+    engine_version: str | None
+    context: int
+    sequences: int
+    beams: int
+    encoder_tokens: int
+    image_tokens: int
+    audio_tokens: int
+    dtype: str
+    k_dtype: str
+    v_dtype: str
+    k_scheme: str
+    v_scheme: str
+    kv_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_exact: str | None
+    kv_bytes_fixed: int
+    layers: tuple[StateRow, ...]
+    per_layer: tuple[LayerRow, ...] | None
+    weights_bytes: int | None
+    weights_parameters: int | None
+    weights_source: str | None
+    naive_bytes: int | None
+    formulas: tuple[Formula, ...]
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "model": self.model.to_dict(),
+            "engine": {"name": self.engine, "version": self.engine_version},
+            "context": self.context,
+            "sequences": self.sequences,
+            "beams": self.beams,
+            "encoder_tokens": self.encoder_tokens,
+            "image_tokens": self.image_tokens,
+            "audio_tokens": self.audio_tokens,
+            "dtype": self.dtype,
+            "k_dtype": self.k_dtype,
+            "v_dtype": self.v_dtype,
+            "k_scheme": self.k_scheme,
+            "v_scheme": self.v_scheme,
+            "kv_bytes": self.kv_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_fixed": self.kv_bytes_fixed,
+            "layers": [row.to_dict() for row in self.layers],
+            "weights": None,
+            "naive_kv_bytes": self.naive_bytes,
+            "warnings": list(self.warnings),
+        }
+        if self.kv_bytes_per_token_exact is not None:
+            out["kv_bytes_per_token_exact"] = self.kv_bytes_per_token_exact
+        if self.weights_bytes is not None or self.weights_parameters is not None:
+            out["weights"] = {
+                "bytes": self.weights_bytes,
+                "parameters": self.weights_parameters,
+                "source": self.weights_source,
+            }
+        if self.per_layer is not None:
+            out["per_layer"] = [row.to_dict() for row in self.per_layer]
+        if self.formulas:
+            out["formulas"] = [{"layers": f.layers, "kind": f.kind, "text": f.text, "bytes": f.bytes} for f in self.formulas]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class SizeReport:
+    """Everything one `kvctl size` run answers."""
+
+    results: tuple[SizeResult, ...]
+    schema: str = "kvctl.size/1"
+    version: str = field(default=__version__)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": self.schema,
+            "kvctl_version": self.version,
+            "results": [result.to_dict() for result in self.results],
+        }

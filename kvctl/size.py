@@ -1,0 +1,160 @@
+"""The one pure function of `kvctl size`: a model, a workload and rules in, a result out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvctl import explain
+from kvctl.engines import Engine
+from kvctl.formats import BF16, CacheFormat, DType, plain
+from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
+from kvctl.spec import Formats, Layer, ModelSpec, Workload
+
+DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class SizePlan:
+    """What to size a model for; None stands for "as the model says"."""
+
+    engine: Engine
+    contexts: tuple[int, ...] | None = None
+    sequences: int = 1
+    beams: int = 1
+    dtype: DType | None = None
+    key: CacheFormat | None = None
+    value: CacheFormat | None = None
+    encoder_tokens: int | None = None
+    image_tokens: int | None = None
+    audio_tokens: int | None = None
+    per_layer: bool = False
+    explain: bool = False
+
+
+def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
+    """The contexts asked for, else a ladder up to the model's own maximum."""
+    if plan.contexts is not None:
+        return plan.contexts
+    limit = spec.max_context
+    if limit is None:
+        return DEFAULT_CONTEXTS
+    return (*(ctx for ctx in DEFAULT_CONTEXTS if ctx < limit), limit)
+
+
+def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
+    """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
+    warnings: list[str] = []
+    dtype = plan.dtype or spec.dtype
+    if dtype is None:
+        dtype = BF16
+        if spec.provenance.source != "shape":
+            warnings.append("the configuration names no dtype: bf16 is assumed; --dtype sets it")
+    key = plan.key or plain(dtype)
+    fmt = Formats(dtype, key, plan.value or (plan.key or plain(dtype)))
+    work = _workload(spec, context, plan, warnings)
+    if spec.max_context is not None and context > spec.max_context:
+        warnings.append(f"{context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
+
+    engine, keep = plan.engine, plan.engine.retention
+    copies = plan.sequences * plan.beams
+    shared_copies = plan.sequences if engine.beams_share_cross else copies
+    totals: dict[tuple[str, int], list[int]] = {}
+    growth, growing, total = Fraction(0), 0, 0
+    rows_of: dict[int, tuple[StateRow, ...]] = {}
+    for layer, count in spec.groups:
+        rows: dict[tuple[str, int], int] = {}
+        for state in layer.states_in(engine.name):
+            bytes_ = state.size(work, fmt, keep) * (copies if state.per_beam else shared_copies)
+            slot = (state.kind, state.tokens(work, keep))
+            rows[slot] = rows.get(slot, 0) + bytes_
+            rate = state.growth(work, fmt, keep)
+            growth += rate * count
+            if rate:
+                growing += bytes_ * count
+        rows_of[id(layer)] = tuple(StateRow(kind, 1, tokens, b) for (kind, tokens), b in rows.items())
+        for slot, bytes_ in rows.items():
+            entry = totals.setdefault(slot, [0, 0])
+            entry[0] += count
+            entry[1] += bytes_ * count
+            total += bytes_ * count
+
+    naive = spec.naive.size(work, fmt) if spec.naive is not None else None
+    formulas: Sequence[Formula] = ()
+    if plan.explain:
+        formulas = explain.formulas(spec, work, fmt, plan.engine, copies, shared_copies)
+    whole = growth.denominator == 1
+    return SizeResult(
+        model=ModelInfo(
+            spec.id, spec.model_type, spec.provenance.source, spec.provenance.location, spec.provenance.revision,
+            spec.overrides, tuple(spec.notes) + _layer_notes(spec, engine), spec.max_context,
+        ),
+        engine=engine.name,
+        engine_version=engine.version,
+        context=context,
+        sequences=plan.sequences,
+        beams=plan.beams,
+        encoder_tokens=work.encoder,
+        image_tokens=plan.image_tokens or 0,
+        audio_tokens=plan.audio_tokens or 0,
+        dtype=dtype.name,
+        k_dtype=fmt.key.name,
+        v_dtype=fmt.value.name,
+        k_scheme=fmt.key.scheme,
+        v_scheme=fmt.value.scheme,
+        kv_bytes=total,
+        # Rounded up where a token adds a fraction of an entry: never promise less than it takes.
+        kv_bytes_per_token=-(-growth.numerator // growth.denominator),
+        kv_bytes_per_token_exact=None if whole else f"{growth.numerator}/{growth.denominator}",
+        kv_bytes_fixed=total - growing,
+        layers=tuple(StateRow(kind, n, tokens, b) for (kind, tokens), (n, b) in totals.items()),
+        per_layer=_per_layer(spec.layers, rows_of) if plan.per_layer else None,
+        weights_bytes=spec.weights.bytes if spec.weights else None,
+        weights_parameters=spec.weights.parameters if spec.weights else None,
+        weights_source=spec.weights.source if spec.weights else None,
+        naive_bytes=naive,
+        formulas=tuple(formulas),
+        warnings=tuple(warnings),
+    )  # fmt: skip
+
+
+def _per_layer(layers: Sequence[Layer], rows_of: dict[int, tuple[StateRow, ...]]) -> tuple[LayerRow, ...]:
+    return tuple(LayerRow(index, rows_of[id(layer)]) for index, layer in enumerate(layers))
+
+
+def _layer_notes(spec: ModelSpec, engine: Engine) -> tuple[str, ...]:
+    """What an engine does otherwise than the architecture, once each."""
+    return tuple(dict.fromkeys(layer.note for layer, _ in spec.groups if layer.note and (
+        engine.name in layer.stored or not layer.stored)))  # fmt: skip
+
+
+def _workload(spec: ModelSpec, context: int, plan: SizePlan, warnings: list[str]) -> Workload:
+    """Positions of self and of cross attention: images and audio go where the model puts them."""
+    image, audio = plan.image_tokens or 0, plan.audio_tokens or 0
+    if not spec.cross_input:
+        if plan.encoder_tokens:
+            warnings.append("--encoder-tokens has no effect: this model has no cross attention")
+        return Workload(context + image + audio, plan.sequences, 0, plan.beams)
+    encoder = plan.encoder_tokens
+    extra = 0
+    if spec.cross_input == "image":
+        extra = audio
+        encoder = image if encoder is None else encoder
+        if plan.encoder_tokens is None and plan.image_tokens is None:
+            warnings.append("text only: cross attention holds no image; --image-tokens N adds one")
+    elif spec.cross_input == "audio":
+        extra = image
+        if encoder is None:
+            encoder = plan.audio_tokens if plan.audio_tokens is not None else spec.default_encoder
+            if encoder is None:
+                encoder = 0
+                warnings.append("cross attention holds no audio; --audio-tokens N adds some")
+            elif plan.audio_tokens is None:
+                warnings.append(f"cross attention holds a full input of {encoder:,} positions; --audio-tokens sets it")
+    else:
+        extra = image + audio
+        if encoder is None:
+            encoder = context if spec.default_encoder is None else spec.default_encoder
+            warnings.append(f"cross attention holds {encoder:,} encoder positions; --encoder-tokens sets it")
+    return Workload(context + extra, plan.sequences, encoder, plan.beams)
