@@ -71,8 +71,6 @@ def normalised(f: Fields) -> Fields:
     kind = f.type
     if kind in _USES_FLAG and not f.flag("use_sliding_window"):
         return f.with_values(sliding_window=None)
-    if kind == "qwen3_vl_moe_text":
-        return f.with_values(sliding_window=None)
     if kind == "cwm" and not f.get("sliding_window"):
         return f.with_values(sliding_window=None)
     if kind in _NO_WINDOW_NO_PATTERN and f.get("sliding_window") is None:
@@ -228,8 +226,9 @@ def mimo_v2(f: Fields) -> Layers:
 
 def modernbert_decoder(f: Fields) -> Layers:
     """Half of `local_attention` on each side; a decoder looks back over one half."""
-    local = f.optional_int("local_attention", minimum=0)
-    f = f.with_values(sliding_window=local // 2 if local else None)
+    if f.get("sliding_window") is None:
+        local = f.optional_int("local_attention", minimum=0)
+        f = f.with_values(sliding_window=local // 2 if local else None)
     dim, heads = derived_head_dim(f), f.int("num_attention_heads")
     return build(f, p.layer_kinds(f, PATTERNS[f.type]), attention_makers(lambda f: (heads, dim, dim)))
 

@@ -1,0 +1,71 @@
+"""Write measured caches as compact test data.
+
+    python scripts/compact_oracles.py OUT.jsonl FOLDER...
+
+Each FOLDER holds one JSON file a case, as a run of transformers wrote it: `config` (what
+the saved config.json holds) and `runs` with the real bytes of every tensor of the cache.
+One output line a case: name, config, and the distinct runs as
+[dtype, batch, tokens seen, encoder tokens, bytes, bytes of each layer as [value, repeats]].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+# Parts of a config that describe an encoder without a cache; a decoder's are kept whole.
+DROP = {"vision_config", "audio_config", "vq_config", "vocabulary_map", "audio_encoder_config", "depth_decoder_config",
+        "semantic_model_config", "acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config",
+        "protein_encoder_config", "qformer_config", "projector_config", "perceiver_config", "id2label", "label2id",
+        "image_grid_pinpoints", "quantization_config"}  # fmt: skip
+
+
+def slim(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: slim(inner) for key, inner in value.items() if key not in DROP}
+    return value
+
+
+def layers_of(run: dict[str, Any]) -> list[list[int]] | None:
+    """Bytes of each layer, stacks of one index together; None where the run lists no layers."""
+    rows = run["layers"]
+    if any(row["class"] in ("Tensor", "xLSTMCache", "ReformerDynamicCache") and row["stack"] == "self" for row in rows):
+        return None
+    totals: dict[int, int] = {}
+    for row in rows:
+        # DeepSeek V4 keeps keys and values in one tensor: it counts once.
+        aliased = row["class"].startswith("DeepseekV4")
+        size = sum(t["bytes"] for t in row["tensors"] if not (aliased and t["path"] == "values"))
+        totals[row["index"]] = totals.get(row["index"], 0) + size
+    if sum(totals.values()) != run["bytes"]:
+        raise SystemExit(f"layers do not add up to the total: {rows[0]}")
+    values = [totals[index] for index in sorted(totals)]
+    return [[value, len(list(group))] for value, group in groupby(values)]
+
+
+def main() -> None:
+    out, folders = Path(sys.argv[1]), sys.argv[2:]
+    lines = []
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.json")):
+            case = json.loads(path.read_text())
+            runs = {
+                json.dumps([run["dtype"], run["batch"], run["tokens_seen"], run["encoder_tokens"] or 0, run["bytes"],
+                            layers_of(run)], separators=(",", ":"))
+                for run in case["runs"]
+            }  # fmt: skip
+            versions = f"transformers {case['versions']['transformers']}, torch {case['versions']['torch']}"
+            config = json.dumps(slim(case["config"]), separators=(",", ":"))
+            lines.append(
+                f'{{"name":{json.dumps(path.stem)},"measured":{json.dumps(versions)},"config":{config},'
+                f'"runs":[{",".join(sorted(runs))}]}}'
+            )
+    out.write_text("\n".join(lines) + "\n")
+    print(f"{out}: {len(lines)} cases, {out.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
