@@ -162,11 +162,11 @@ def _max_context(root: Fields, text: Fields) -> int | None:
 
 def _default_encoder(text: Fields) -> int | None:
     for name in _ENCODER_LENGTHS:
-        value = text.optional_int(name)
+        value = text.optional_number(name)
         if value is not None:
             if text.type == "speech_to_text":
                 # Convolutions of stride 2 stand before the encoder.
-                return value >> text.int_or("num_conv_layers", 2, minimum=0)
+                return value >> text.number_or("num_conv_layers", 2, minimum=0)
             return value
     return None
 

@@ -13,6 +13,7 @@ One line a model type, so that one line is all that a run has to parse.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -28,6 +29,11 @@ IRRELEVANT = re.compile(
     r"chunk_size_feed|multiplier|theta|tie_|routed|topk_g|n_group$|mtp_|time_step|alpha|beta"
 )
 KEEP = {"inference_state_dtype", "mamba_ssm_cache_dtype", "tie_word_embeddings"}
+
+
+def relevant(name: str) -> bool:
+    """True for fields that may bear on the cache, on parameter counts or on lengths."""
+    return name in KEEP or not (IRRELEVANT.search(name) or name.startswith("_"))
 
 
 def plain(value: object) -> bool:
@@ -51,7 +57,7 @@ def defaults_of(cls: type) -> dict[str, object]:
         else:
             continue
         name = field.name
-        if (IRRELEVANT.search(name) and name not in KEEP) or name.startswith("_") or not plain(value):
+        if not relevant(name) or not plain(value):
             continue
         out[name] = value
     return out
@@ -70,15 +76,30 @@ def main() -> None:
         row: dict[str, object] = {"model_type": name, "defaults": defaults_of(cls)}
         if cls.attribute_map:
             row["aliases"] = dict(cls.attribute_map)
-        nested = {}
+        nested, fixed, nested_defaults = {}, [], {}
         for key, spec in (cls.sub_configs_defaults or {}).items():
             if spec.model_type:
                 nested[key] = spec.model_type
                 sub = spec.config_class
-                if sub.__name__ != "AutoConfig" and spec.model_type not in CONFIG_MAPPING_NAMES:
-                    todo[spec.model_type] = sub
+                if sub.__name__ != "AutoConfig":
+                    # A class of its own reads the part, whatever model_type the file gives it.
+                    fixed.append(key)
+                    if spec.model_type not in CONFIG_MAPPING_NAMES:
+                        todo[spec.model_type] = sub
+                kept = {k: v for k, v in spec.init_kwargs.items() if relevant(k) and plain(v)}
+                if kept and not re.search(r"vision|audio|encoder|backbone", key):
+                    nested_defaults[key] = kept
         if nested:
             row["nested"] = nested
+        if fixed:
+            row["fixed"] = fixed
+        if nested_defaults:
+            row["nested_defaults"] = nested_defaults
+            # Some classes put these under a part that is given, others only in place of a missing one.
+            source = inspect.getsource(cls)
+            merged = [k for k in nested_defaults if f'sub_configs_defaults["{k}"].init_kwargs, **self.{k}' in source]
+            if merged:
+                row["merged"] = merged
         rows[name] = row
 
     # Vision, audio and text encoders keep no cache: leave them out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ def measured_cases(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def kvctl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
+def kvctl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run the command line in this process: kvctl("size", "Qwen3-32B") -> (code, out, err)."""
     import io
 
@@ -45,4 +45,4 @@ def kvctl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         captured = capsys.readouterr()
         return Outcome(int(code), captured.out, captured.err)
 
-    yield run
+    return run

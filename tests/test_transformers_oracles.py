@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-
 from conftest import measured_cases
+
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import ConfigError
 from kvctl.formats import model_dtype

@@ -106,14 +106,14 @@ def _split_shape(f: Fields) -> tuple[int, int, int]:
 def multi_head(f: Fields) -> Layers:
     """One KV head for every query head; no window, no explicit head dim."""
     dim = derived_head_dim(f)
-    return repeat(f.layers(), Layer((FullAttention(f.int("num_attention_heads"), dim, dim),)))
+    return repeat(f.layers(), Layer((FullAttention(f.number("num_attention_heads"), dim, dim),)))
 
 
 def split_qkv_dim(f: Fields) -> Layers:
     """Keys and values of different widths, given as head_dim and v_head_dim."""
 
     def shape(f: Fields) -> tuple[int, int, int]:
-        return kv_heads(f), head_dim(f), f.optional_int("v_head_dim") or head_dim(f)
+        return kv_heads(f), head_dim(f), f.optional_number("v_head_dim") or head_dim(f)
 
     return build(f, p.layer_kinds(f, PATTERNS.get(f.type)), attention_makers(shape))
 
@@ -132,16 +132,16 @@ def gpt_neo(f: Fields) -> Layers:
     kinds = f.strings("attention_layers")
     if kinds is None:
         kinds = []
-        for entry in f.list("attention_types") or [[["global", "local"], 12]]:
+        for entry in f.entries("attention_types") or [[["global", "local"], 12]]:
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
                     and isinstance(entry[1], int)) or not 0 <= entry[1] <= 10_000:  # fmt: skip
                 raise ConfigError(f"{f.path}attention_types is not a list of [[kinds], repeats]")
             kinds += [str(kind) for kind in entry[0]] * entry[1]
     if len(kinds) != n:
         raise ConfigError(f"{f.path}attention_types describe {len(kinds)} layers, num_layers is {n}")
-    dim, heads = derived_head_dim(f), f.int("num_attention_heads")
+    dim, heads = derived_head_dim(f), f.number("num_attention_heads")
     full = FullAttention(heads, dim, dim)
-    local = Layer((SlidingWindow(heads, dim, dim, window=f.int("window_size")),), {"transformers": (full,)},
+    local = Layer((SlidingWindow(heads, dim, dim, window=f.number("window_size")),), {"transformers": (full,)},
                   note="transformers keeps windowed layers in full")  # fmt: skip
     everything = Layer((full,))
     return tuple(local if kind == "local" else everything for kind in kinds)
@@ -149,9 +149,9 @@ def gpt_neo(f: Fields) -> Layers:
 
 def falcon(f: Fields) -> Layers:
     """Multi-query by default; the new architecture has groups, which transformers repeats before caching."""
-    heads = f.int("num_attention_heads")
+    heads = f.number("num_attention_heads")
     dim = derived_head_dim(f)
-    groups = f.optional_int("num_kv_heads") or f.optional_int("n_head_kv") or heads
+    groups = f.optional_number("num_kv_heads") or f.optional_number("n_head_kv") or heads
     if f.flag("new_decoder_architecture"):
         needed = FullAttention(groups, dim, dim)
         repeated = FullAttention(heads, dim, dim)
@@ -165,8 +165,8 @@ def falcon(f: Fields) -> Layers:
 
 def refined_web(f: Fields) -> Layers:
     """Falcon before it was named: RefinedWebModel (7B, multi-query) and RefinedWeb (40B, grouped)."""
-    heads, dim = f.int("n_head"), f.int("hidden_size") // f.int("n_head")
-    groups = f.optional_int("n_head_kv")
+    heads, dim = f.number("n_head"), f.number("hidden_size") // f.number("n_head")
+    groups = f.optional_number("n_head_kv")
     count = groups if groups is not None else 1 if f.flag("multi_query") else heads
     return repeat(f.layers("n_layer"), Layer((FullAttention(count, dim, dim),)))
 
@@ -174,7 +174,7 @@ def refined_web(f: Fields) -> Layers:
 def gpt_bigcode(f: Fields) -> Layers:
     """Multi-query unless switched off."""
     dim = derived_head_dim(f)
-    count = 1 if f.flag("multi_query", True) else f.int("num_attention_heads")
+    count = 1 if f.flag("multi_query", True) else f.number("num_attention_heads")
     return repeat(f.layers(), Layer((FullAttention(count, dim, dim),)))
 
 
@@ -182,39 +182,39 @@ def dbrx(f: Fields) -> Layers:
     """KV heads live in attn_config."""
     dim = derived_head_dim(f)
     attn = f.section("attn_config")
-    count = attn.int_or("kv_n_heads", 1)
+    count = attn.number_or("kv_n_heads", 1)
     return repeat(f.layers(), Layer((FullAttention(count, dim, dim),)))
 
 
 def mpt(f: Fields) -> Layers:
     """Multi-head; attn_config may name fewer KV heads (in MPT's own code, not in transformers)."""
-    heads, dim = f.int("num_attention_heads"), derived_head_dim(f)
+    heads, dim = f.number("num_attention_heads"), derived_head_dim(f)
     attn = f.section("attn_config")
     kind = attn.get("attn_type", "multihead_attention")
     full = FullAttention(heads, dim, dim)
     if kind == "multihead_attention":
         return repeat(f.layers(), Layer((full,)))
-    count = 1 if kind == "multiquery_attention" else attn.int("kv_n_heads")
+    count = 1 if kind == "multiquery_attention" else attn.number("kv_n_heads")
     return repeat(f.layers(), Layer((FullAttention(count, dim, dim),), {"transformers": (full,)}))
 
 
 def jetmoe(f: Fields) -> Layers:
     """Mixture of attention heads: KV heads of width kv_channels."""
-    dim = f.int("kv_channels")
-    return repeat(f.layers(), Layer((FullAttention(f.int("num_key_value_heads"), dim, dim),)))
+    dim = f.number("kv_channels")
+    return repeat(f.layers(), Layer((FullAttention(f.number("num_key_value_heads"), dim, dim),)))
 
 
 def mimo_v2(f: Fields) -> Layers:
     """Values narrower than keys; windowed layers have twice the KV heads."""
-    kv, key, value = kv_heads(f), f.int("head_dim"), f.int("v_head_dim")
+    kv, key, value = kv_heads(f), f.number("head_dim"), f.number("v_head_dim")
     published = f.get("sliding_window")
-    previous = f.optional_int("sliding_window_size")
-    swa_kv = f.optional_int("swa_num_key_value_heads") or 2 * kv
-    swa_key = f.optional_int("swa_head_dim") or key
-    swa_value = f.optional_int("swa_v_head_dim") or value
+    previous = f.optional_number("sliding_window_size")
+    swa_kv = f.optional_number("swa_num_key_value_heads") or 2 * kv
+    swa_key = f.optional_number("swa_head_dim") or key
+    swa_value = f.optional_number("swa_v_head_dim") or value
 
     def sliding(f: Fields) -> Layer:
-        size = window(f) if published is not None else f.int("sliding_window_size")
+        size = window(f) if published is not None else f.number("sliding_window_size")
         needed = SlidingWindow(swa_kv, swa_key, swa_value, window=size)
         # transformers reads sliding_window_size as the tokens before the query, and doubles the KV heads itself.
         stored = SlidingWindow(2 * kv, key, value, window=size if previous is None else previous + 1)
@@ -227,15 +227,15 @@ def mimo_v2(f: Fields) -> Layers:
 def modernbert_decoder(f: Fields) -> Layers:
     """Half of `local_attention` on each side; a decoder looks back over one half."""
     if f.get("sliding_window") is None:
-        local = f.optional_int("local_attention", minimum=0)
+        local = f.optional_number("local_attention", minimum=0)
         f = f.with_values(sliding_window=local // 2 if local else None)
-    dim, heads = derived_head_dim(f), f.int("num_attention_heads")
+    dim, heads = derived_head_dim(f), f.number("num_attention_heads")
     return build(f, p.layer_kinds(f, PATTERNS[f.type]), attention_makers(lambda f: (heads, dim, dim)))
 
 
 def last_layers_share(f: Fields, n: int) -> list[bool]:
     """The last `num_kv_shared_layers` layers read an earlier layer's cache."""
-    shared = f.int_or("num_kv_shared_layers", 0, minimum=0)
+    shared = f.number_or("num_kv_shared_layers", 0, minimum=0)
     if shared > n:
         raise ConfigError(f"{f.path}num_kv_shared_layers is {shared} of {n} layers")
     return [i >= n - shared for i in range(n)]
@@ -255,8 +255,8 @@ def gemma4(f: Fields) -> Layers:
     if kinds:
         kinds[-1] = p.FULL
     if f.get("per_layer_config") is None:
-        override = {"head_dim": f.int_or("global_head_dim", 512)}
-        global_heads = f.optional_int("num_global_key_value_heads")
+        override = {"head_dim": f.number_or("global_head_dim", 512)}
+        global_heads = f.optional_number("num_global_key_value_heads")
         # Gemma4 and the assistants of it carry the switch; the classes without it always follow.
         if global_heads is not None and f.flag("attention_k_eq_v", True):
             override["num_key_value_heads"] = global_heads
@@ -267,8 +267,8 @@ def gemma4(f: Fields) -> Layers:
 
 def per_layer_lists(f: Fields) -> Layers:
     """OpenELM: num_kv_heads is a list, one entry a layer."""
-    dim = f.int("head_dim")
-    counts = f.list("num_kv_heads")
+    dim = f.number("head_dim")
+    counts = f.entries("num_kv_heads")
     n = f.layers("num_transformer_layers")
     if counts is None or len(counts) != n:
         raise ConfigError(f"{f.path}num_kv_heads must have one entry for each of {n} layers")

@@ -90,17 +90,23 @@ def _make(f: Fields, kind: str, makers: Mapping[str, Maker]) -> Layer:
 
 def kv_heads(f: Fields, name: str = "num_key_value_heads", heads: str = "num_attention_heads") -> int:
     """KV heads; null or absent is one for every query head."""
-    return f.optional_int(name) or f.int(heads)
+    kv = f.optional_number(name)
+    if kv is None:
+        return f.number(heads)
+    queries = f.optional_number(heads)
+    if queries is not None and kv > queries:
+        raise ConfigError(f"{f.path}{name} is {kv}, and there are only {queries} query heads ({heads})")
+    return kv
 
 
 def head_dim(f: Fields) -> int:
     """Width of a head: given, or the hidden size split over the query heads."""
-    return f.optional_int("head_dim", minimum=0) or derived_head_dim(f)
+    return f.optional_number("head_dim", minimum=0) or derived_head_dim(f)
 
 
 def derived_head_dim(f: Fields) -> int:
     """Width of a head where the class always splits the hidden size."""
-    hidden, heads = f.int("hidden_size"), f.int("num_attention_heads")
+    hidden, heads = f.number("hidden_size"), f.number("num_attention_heads")
     if hidden < heads:
         raise ConfigError(f"{f.path}hidden_size {hidden} is smaller than num_attention_heads {heads}")
     return hidden // heads
@@ -114,7 +120,7 @@ def window(f: Fields, name: str = "sliding_window") -> int:
             f"{f.path}{name} is missing, and some layers are windowed",
             hint=f"give it with --set {f.path}{name}=N",
         )
-    return f.int(name)
+    return f.number(name)
 
 
 def attention_makers(shape: Callable[[Fields], tuple[int, int, int]]) -> dict[str, Maker]:

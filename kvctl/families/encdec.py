@@ -57,15 +57,15 @@ def _stack(f: Fields, count: int, heads: int, dim: int, *, kv: int | None = None
 
 def bart(f: Fields) -> Layers:
     """BART and kin: decoder_layers, decoder_attention_heads, the width split over the heads."""
-    heads = f.int("decoder_attention_heads")
-    width = f.int("hidden_size") if f.has("hidden_size") else f.int("d_model")
+    heads = f.number("decoder_attention_heads")
+    width = f.number("hidden_size") if f.has("hidden_size") else f.number("d_model")
     return _stack(f, f.layers("decoder_layers"), heads, width // heads)
 
 
 def t5(f: Fields) -> Layers:
     """T5 and kin: heads of width d_kv; the decoder may have a length of its own."""
-    count = f.optional_int("num_decoder_layers", minimum=0)
-    heads, dim = f.int("num_heads"), f.int("d_kv")
+    count = f.optional_number("num_decoder_layers", minimum=0)
+    heads, dim = f.number("num_heads"), f.number("d_kv")
     return _stack(f, f.layers("num_layers") if count is None else count, heads, dim)
 
 
@@ -80,21 +80,21 @@ def blip_text(f: Fields) -> Layers:
 
 
 def prophetnet(f: Fields) -> Layers:
-    heads = f.int("num_decoder_attention_heads")
-    return _stack(f, f.layers("num_decoder_layers"), heads, f.int("hidden_size") // heads)
+    heads = f.number("num_decoder_attention_heads")
+    return _stack(f, f.layers("num_decoder_layers"), heads, f.number("hidden_size") // heads)
 
 
 def moonshine(f: Fields) -> Layers:
-    heads = f.int("decoder_num_attention_heads")
-    dim = f.optional_int("head_dim") or f.int("hidden_size") // heads
+    heads = f.number("decoder_num_attention_heads")
+    dim = f.optional_number("head_dim") or f.number("hidden_size") // heads
     return _stack(f, f.layers("decoder_num_hidden_layers"), heads, dim,
-                  kv=f.optional_int("decoder_num_key_value_heads"))  # fmt: skip
+                  kv=f.optional_number("decoder_num_key_value_heads"))  # fmt: skip
 
 
 def flat_grouped(f: Fields) -> Layers:
     """A grouped-query decoder at the top of the config (Cohere ASR, Moonshine Streaming)."""
     dim = head_dim(f)
-    return _stack(f, f.layers(), f.int("num_attention_heads"), dim, kv=kv_heads(f))
+    return _stack(f, f.layers(), f.number("num_attention_heads"), dim, kv=kv_heads(f))
 
 
 def nested_grouped(f: Fields) -> Layers:
@@ -109,10 +109,10 @@ def dia(f: Fields) -> Layers:
     """Cross attention has heads of its own."""
     d = f.nested("decoder_config") or f
     dim = head_dim(d)
-    cross_dim = d.int("cross_head_dim")
+    cross_dim = d.number("cross_head_dim")
     states = (
         FullAttention(kv_heads(d), dim, dim),
-        CrossAttention(d.int("cross_num_key_value_heads"), cross_dim, cross_dim),
+        CrossAttention(d.number("cross_num_key_value_heads"), cross_dim, cross_dim),
     )
     return repeat(d.layers(), Layer(states))
 
@@ -144,7 +144,7 @@ def cross_where_added(f: Fields) -> Layers:
 
 def gpt2(f: Fields) -> Layers:
     """Multi-head; cross attention where add_cross_attention says so."""
-    dim, heads = derived_head_dim(f), f.int("num_attention_heads")
+    dim, heads = derived_head_dim(f), f.number("num_attention_heads")
     layers = repeat(f.layers(), Layer((FullAttention(heads, dim, dim),)))
     return add_cross(layers) if f.flag("add_cross_attention") else layers
 
@@ -161,7 +161,7 @@ def mllama(f: Fields) -> Layers:
     """Llama 3.2 Vision: the listed layers look at the image, all others at the text."""
     dim = derived_head_dim(f)
     kv = kv_heads(f)
-    cross_at = set(f.list("cross_attention_layers") or [3, 8, 13, 18, 23, 28, 33, 38])
+    cross_at = set(f.entries("cross_attention_layers") or [3, 8, 13, 18, 23, 28, 33, 38])
     text = Layer((FullAttention(kv, dim, dim),))
     image = Layer((CrossAttention(kv, dim, dim),))
     return tuple(image if i in cross_at else text for i in range(f.layers()))

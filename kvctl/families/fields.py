@@ -26,9 +26,16 @@ class ModelType(NamedTuple):
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str]
     nested: Mapping[str, str]
+    """Model types of nested parts that name none."""
+    fixed: frozenset[str]
+    """Nested parts that are read by that type whatever they name."""
+    nested_defaults: Mapping[str, Mapping[str, Any]]
+    """What stands in for a nested part that is missing."""
+    merged: frozenset[str]
+    """Nested parts where it also fills in what a given part leaves out."""
 
 
-_UNKNOWN = ModelType({}, {}, {})
+_UNKNOWN = ModelType({}, {}, {}, frozenset(), {}, frozenset())
 
 
 @cache
@@ -45,7 +52,10 @@ def model_type_facts(model_type: str) -> ModelType:
     if start < 0:
         return _UNKNOWN
     row = json.loads(text[start + 1 : text.index("\n", start + 1)])
-    return ModelType(row["defaults"], row.get("aliases", {}), row.get("nested", {}))
+    return ModelType(
+        row["defaults"], row.get("aliases", {}), row.get("nested", {}), frozenset(row.get("fixed", ())),
+        row.get("nested_defaults", {}), frozenset(row.get("merged", ())),
+    )  # fmt: skip
 
 
 def is_known_type(model_type: str) -> bool:
@@ -61,7 +71,7 @@ class Fields:
     effect from one that has none, and which facts an incomplete catalogue row rests on.
     """
 
-    __slots__ = ("_aliases", "_defaults", "_spellings", "nested_types", "path", "raw", "read", "type")
+    __slots__ = ("_facts", "_spellings", "path", "raw", "read", "type")
 
     def __init__(
         self, raw: Mapping[str, Any], *, path: str = "", default_type: str = "", read: dict[str, str] | None = None
@@ -69,13 +79,10 @@ class Fields:
         model_type = raw.get("model_type") or default_type
         if not isinstance(model_type, str):
             raise ConfigError(f"{path}model_type is {_show(model_type)}, not a name")
-        facts = model_type_facts(model_type)
+        self._facts = model_type_facts(model_type)
         self.raw = raw
         self.path = path
         self.type = model_type
-        self._defaults = facts.defaults
-        self._aliases = facts.aliases
-        self.nested_types = facts.nested
         self._spellings: dict[str, tuple[str, ...]] | None = None
         self.read: dict[str, str] = {} if read is None else read
 
@@ -84,7 +91,7 @@ class Fields:
     def get(self, name: str, default: Any = None) -> Any:
         """The value the configuration object would show under `name`."""
         raw = self.raw
-        aliases = self._aliases
+        aliases, defaults = self._facts.aliases, self._facts.defaults
         if aliases:
             # transformers sets declared fields first and left-over keys after them, through
             # the alias map: a standard spelling in the file wins over the class's own.
@@ -103,22 +110,22 @@ class Fields:
         if stored in raw:
             self.read[self.path + stored] = "config"
             return raw[stored]
-        if stored in self._defaults:
+        if stored in defaults:
             self.read[self.path + stored] = "default"
-            return self._defaults[stored]
+            return defaults[stored]
         self.read.setdefault(self.path + stored, "absent")
         return default
 
     def stored_name(self, name: str) -> str:
         """The name under which the class keeps a field ("n_head" for "num_attention_heads" of GPT-2)."""
-        return self._aliases.get(name, name)
+        return self._facts.aliases.get(name, name)
 
     def has(self, name: str) -> bool:
         """True where the file or the class knows the field."""
-        stored = self._aliases.get(name, name)
-        return name in self.raw or stored in self.raw or stored in self._defaults
+        stored = self.stored_name(name)
+        return name in self.raw or stored in self.raw or stored in self._facts.defaults
 
-    def int(self, name: str, *, minimum: int = 1) -> int:
+    def number(self, name: str, *, minimum: int = 1) -> int:
         """A required whole number."""
         value = self.get(name)
         if value is None:
@@ -126,16 +133,16 @@ class Fields:
                 f"{self.path}{name} is missing from the configuration of {self.type or 'this model'}",
                 hint=f"give it with --set {self.path}{name}=N",
             )
-        return self._whole(name, value, minimum)
+        return self.as_number(name, value, minimum)
 
-    def optional_int(self, name: str, *, minimum: int = 1) -> int | None:
+    def optional_number(self, name: str, *, minimum: int = 1) -> int | None:
         """A whole number, or None where it is absent or null."""
         value = self.get(name)
-        return None if value is None else self._whole(name, value, minimum)
+        return None if value is None else self.as_number(name, value, minimum)
 
-    def int_or(self, name: str, default: int, *, minimum: int = 1) -> int:
+    def number_or(self, name: str, default: int, *, minimum: int = 1) -> int:
         """A whole number, or `default` where it is absent or null."""
-        value = self.optional_int(name, minimum=minimum)
+        value = self.optional_number(name, minimum=minimum)
         return default if value is None else value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -147,7 +154,7 @@ class Fields:
             raise ConfigError(f"{self.path}{name} is {_show(value)}, not true or false")
         return bool(value)
 
-    def list(self, name: str) -> list[Any] | None:
+    def entries(self, name: str) -> list[Any] | None:
         """A list, or None where it is absent or null."""
         value = self.get(name)
         if value is None:
@@ -160,7 +167,7 @@ class Fields:
 
     def strings(self, name: str, length: int | None = None) -> list[str] | None:
         """A list of names, of `length` where given."""
-        value = self.list(name)
+        value = self.entries(name)
         if value is None:
             return None
         for entry in value:
@@ -172,12 +179,13 @@ class Fields:
 
     def layers(self, name: str = "num_hidden_layers") -> int:
         """A number of layers, within reason."""
-        count = self.int(name, minimum=0)
+        count = self.number(name, minimum=0)
         if count > MAX_LAYERS:
             raise ConfigError(f"{self.path}{name} is {count:,}; no model has over {MAX_LAYERS:,} layers")
         return count
 
-    def _whole(self, name: str, value: Any, minimum: int) -> int:
+    def as_number(self, name: str, value: Any, minimum: int) -> int:
+        """`value`, found under `name`, as a whole number in range."""
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -189,16 +197,26 @@ class Fields:
 
     # -- nesting ---------------------------------------------------------------
 
+    @property
+    def nested_types(self) -> Mapping[str, str]:
+        """Model types that the class gives to its nested parts."""
+        return self._facts.nested
+
     def nested(self, name: str, *, default_type: str = "") -> Fields | None:
         """The configuration under `name`, or None where there is none."""
         value = self.get(name)
         declared = self.nested_types.get(name, default_type)
+        stand_in = self._facts.nested_defaults.get(name, {})
         if value is None:
             if not declared:
                 return None
-            value = {}
+            value = stand_in
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.path}{name} is {_show(value)}, not an object")
+        if name in self._facts.merged:
+            value = {**stand_in, **value}
+        if name in self._facts.fixed:
+            value = {**value, "model_type": declared}
         return Fields(value, path=f"{self.path}{name}.", default_type=declared, read=self.read)
 
     def section(self, name: str) -> Fields:
@@ -215,9 +233,7 @@ class Fields:
         fields = Fields.__new__(Fields)
         fields.raw = {**self.raw, **values}
         fields.path, fields.type = self.path, self.type
-        fields._defaults, fields._aliases = self._defaults, self._aliases
-        fields.nested_types, fields._spellings = self.nested_types, self._spellings
-        fields.read = self.read
+        fields._facts, fields._spellings, fields.read = self._facts, self._spellings, self.read
         return fields
 
     def keys(self) -> Iterator[str]:

@@ -23,7 +23,7 @@ from kvctl.spec import (
 
 def latent_of(f: Fields) -> LatentAttention:
     """The row of one layer: kv_lora_rank, and the rotary part shared by all heads."""
-    return LatentAttention(f.int("kv_lora_rank"), f.int("qk_rope_head_dim", minimum=0))
+    return LatentAttention(f.number("kv_lora_rank"), f.number("qk_rope_head_dim", minimum=0))
 
 
 def latent(f: Fields) -> Layers:
@@ -35,15 +35,15 @@ def latent(f: Fields) -> Layers:
 def deepseek_v2(f: Fields) -> Layers:
     """DeepSeek-V2 code also runs models without a latent (kv_lora_rank absent or null): grouped attention."""
     if f.get("kv_lora_rank") is None:
-        dim = f.int("hidden_size") // f.int("num_attention_heads")
-        heads = f.optional_int("num_key_value_heads") or f.int("num_attention_heads")
+        dim = f.number("hidden_size") // f.number("num_attention_heads")
+        heads = f.optional_number("num_key_value_heads") or f.number("num_attention_heads")
         return repeat(f.layers(), Layer((FullAttention(heads, dim, dim),)))
     return latent(f)
 
 
 def longcat(f: Fields) -> Layers:
     """Two attentions, so two latents, in every layer."""
-    count = f.optional_int("num_layers")
+    count = f.optional_number("num_layers")
     if count is None:
         count = f.layers("num_hidden_layers") // 2
     return repeat(2 * count, Layer((latent_of(f),)))
@@ -60,8 +60,8 @@ def indexer_kinds(f: Fields, n: int, *, default: str = "") -> list[bool]:
             return [entry in ("F", "full") for entry in pattern[:n]]
         if default == "hy_v4":
             return [i == 0 or (i - 1) % 4 == 0 for i in range(n)]
-        freq = max(f.int_or("index_topk_freq", 1, minimum=0), 1)
-        offset = f.int_or("index_skip_topk_offset", 2, minimum=0)
+        freq = max(f.number_or("index_topk_freq", 1, minimum=0), 1)
+        offset = f.number_or("index_skip_topk_offset", 2, minimum=0)
         return [max(i - offset + 1, 0) % freq == 0 for i in range(n)]
     unknown = set(kinds) - {"full", "shared"}
     if unknown:
@@ -71,7 +71,7 @@ def indexer_kinds(f: Fields, n: int, *, default: str = "") -> list[bool]:
 
 def indexed(f: Fields) -> Layers:
     """Sparse latent attention, an indexer in every layer."""
-    row, keys = latent_of(f), Indexer(f.int("index_head_dim"))
+    row, keys = latent_of(f), Indexer(f.number("index_head_dim"))
     layers = {p.INDEXED: Layer((row, keys)), p.FULL: Layer((row,))}
     kinds = p.layer_kinds(f, p.all_of(p.INDEXED))
     return build(f, kinds, {kind: lambda f, layer=layer: layer for kind, layer in layers.items()})  # type: ignore[misc]
@@ -81,7 +81,7 @@ def indexed_shared(f: Fields) -> Layers:
     """Sparse latent attention where some layers reuse the choice of an earlier indexer."""
     kinds = p.layer_kinds(f, p.all_of(p.INDEXED))
     own = indexer_kinds(f, len(kinds), default="hy_v4" if f.type.startswith("hy_v4") else "")
-    with_indexer = Layer((latent_of(f), Indexer(f.int("index_head_dim"))))
+    with_indexer = Layer((latent_of(f), Indexer(f.number("index_head_dim"))))
     without = Layer((latent_of(f),))
     layers = []
     for kind, indexer in zip(kinds, own, strict=True):
@@ -97,10 +97,10 @@ def mistral_large4(f: Fields) -> Layers:
     n = len(kinds)
     own = indexer_kinds(f, n)
     rotary = p.no_rope_layers(f, n, "no_rope_layer_interval")
-    sources = f.list("kv_source_layers") or list(range(n))
+    sources = f.entries("kv_source_layers") or list(range(n))
     if len(sources) != n:
         raise ConfigError(f"{f.path}kv_source_layers has {len(sources)} entries for {n} layers")
-    rank, rope, keys = f.int("kv_lora_rank"), f.int("qk_rope_head_dim", minimum=0), Indexer(f.int("index_head_dim"))
+    rank, rope, keys = f.number("kv_lora_rank"), f.number("qk_rope_head_dim", minimum=0), Indexer(f.number("index_head_dim"))
     made: dict[tuple[bool, bool, bool], Layer] = {}
     layers = []
     for index in range(n):
@@ -124,7 +124,7 @@ def dots3_note(f: Fields) -> Layers:
     full = p.FULL if use_dsa is False else p.INDEXED
     windowed = f.flag("use_sliding_window", True)
     if f.get("sliding_window") is None:
-        f = f.with_values(sliding_window=f.int_or("sliding_window_size", 512))
+        f = f.with_values(sliding_window=f.number_or("sliding_window_size", 512))
 
     def pattern(f: Fields, n: int) -> list[str]:
         return [full if not windowed or i < 2 or i % 4 == 1 else p.SLIDING for i in range(n)]
@@ -133,10 +133,10 @@ def dots3_note(f: Fields) -> Layers:
     if use_dsa is not None:
         kinds = [full if kind in (p.FULL, p.INDEXED) else kind for kind in kinds]
     if f.get("per_layer_config") is None:
-        head, nope = f.int_or("swa_head_dim", 256), f.int_or("swa_qk_nope_head_dim", 192)
+        head, nope = f.number_or("swa_head_dim", 256), f.number_or("swa_qk_nope_head_dim", 192)
         override = {
-            "kv_lora_rank": f.int_or("swa_kv_lora_rank", 1024),
-            "qk_rope_head_dim": f.int_or("swa_qk_rope_head_dim", head - nope, minimum=0),
+            "kv_lora_rank": f.number_or("swa_kv_lora_rank", 1024),
+            "qk_rope_head_dim": f.number_or("swa_qk_rope_head_dim", head - nope, minimum=0),
         }
         f = f.with_values(per_layer_config={str(i): override for i in range(n) if kinds[i] == p.SLIDING})
 
@@ -145,7 +145,7 @@ def dots3_note(f: Fields) -> Layers:
         return Layer((LatentAttention(row.latent, row.rope, window=window(f)),))
 
     def indexed_layer(f: Fields) -> Layer:
-        row, width = latent_of(f), f.int("index_head_dim")
+        row, width = latent_of(f), f.number("index_head_dim")
         # transformers leaves these indexer keys in float32.
         return Layer((row, Indexer(width)), {"transformers": (row, Indexer(width, dtype=FP32))})
 
@@ -165,9 +165,9 @@ def kda_states(f: Fields, heads: int, dim: int, kernel: int) -> Layer:
 def kimi_linear(f: Fields) -> Layers:
     """Three delta layers for every latent layer."""
     section = f.section("linear_attn_config")
-    heads = section.optional_int("num_heads") or f.int("linear_num_heads")
-    dim = section.optional_int("head_dim") or f.int("linear_head_dim")
-    kernel = section.optional_int("short_conv_kernel_size") or f.int("linear_conv_kernel_dim")
+    heads = section.optional_number("num_heads") or f.number("linear_num_heads")
+    dim = section.optional_number("head_dim") or f.number("linear_head_dim")
+    kernel = section.optional_number("short_conv_kernel_size") or f.number("linear_conv_kernel_dim")
     makers = {p.FULL: lambda f: Layer((latent_of(f),)), p.LINEAR: lambda f: kda_states(f, heads, dim, kernel)}
     return build(f, p.layer_kinds(f, p.kimi_linear), makers)
 
@@ -175,10 +175,10 @@ def kimi_linear(f: Fields) -> Layers:
 def bailing_hybrid(f: Fields) -> Layers:
     """Delta layers in groups, each group closed by a latent layer."""
     # A saved config holds the rotary width under head_dim, and the delta layers' own width apart.
-    heads = f.optional_int("linear_num_heads") or f.int("num_attention_heads")
-    dim = f.optional_int("linear_head_dim") or f.int("head_dim")
-    kernel = f.optional_int("linear_conv_kernel_dim") or f.int("short_conv_kernel_size")
-    period = p.every(f.int_or("layer_group_size", 6), other=p.LINEAR)
+    heads = f.optional_number("linear_num_heads") or f.number("num_attention_heads")
+    dim = f.optional_number("linear_head_dim") or f.number("head_dim")
+    kernel = f.optional_number("linear_conv_kernel_dim") or f.number("short_conv_kernel_size")
+    period = p.every(f.number_or("layer_group_size", 6), other=p.LINEAR)
     makers = {p.FULL: lambda f: Layer((latent_of(f),)), p.LINEAR: lambda f: kda_states(f, heads, dim, kernel)}
     return build(f, p.layer_kinds(f, period), makers)
 
@@ -186,12 +186,12 @@ def bailing_hybrid(f: Fields) -> Layers:
 def glm5_next(f: Fields) -> Layers:
     """Delta layers, and every 4th a sparse latent layer whose indexer pools keys with gates."""
     section = f.section("linear_attn_config")
-    heads = section.optional_int("num_heads") or f.int("linear_num_heads")
-    dim = section.optional_int("head_dim") or f.int("linear_head_dim")
-    kernel = section.optional_int("short_conv_kernel_size") or f.int("linear_conv_kernel_dim")
+    heads = section.optional_number("num_heads") or f.number("linear_num_heads")
+    dim = section.optional_number("head_dim") or f.number("linear_head_dim")
+    kernel = section.optional_number("short_conv_kernel_size") or f.number("linear_conv_kernel_dim")
     kinds = [p.INDEXED if kind == p.FULL else kind for kind in p.layer_kinds(f, p.every(4, last=p.INDEXED, other=p.LINEAR))]
     own = indexer_kinds(f, len(kinds))
-    width = f.int("index_head_dim")
+    width = f.number("index_head_dim")
     row = latent_of(f)
     # Key and pooling gate are what the indexer needs; transformers packs a validity flag with them.
     full = Layer((row, Indexer(2 * width)), {"transformers": (row, Indexer(2 * width + 1))})
@@ -211,7 +211,7 @@ def glm5_next(f: Fields) -> Layers:
 def minimax_m3(f: Fields) -> Layers:
     """Grouped-query attention; sparse layers keep one more key a token for their index."""
     section = f.section("sparse_attention_config")
-    width = section.optional_int("sparse_index_dim") or f.int("index_head_dim")
+    width = section.optional_number("sparse_index_dim") or f.number("index_head_dim")
     makers = {
         p.FULL: lambda f: Layer((FullAttention(*grouped(f)),)),
         p.SPARSE: lambda f: Layer((FullAttention(*grouped(f)), Indexer(width))),
@@ -225,19 +225,19 @@ def qwen4_exp(f: Fields) -> Layers:
 
     kinds = p.layer_kinds(f, p.every(4, field="full_attention_interval", last=p.INDEXED, other=p.LINEAR))
     kinds = [p.INDEXED if kind == p.FULL else kind for kind in kinds]
-    keys = Indexer(f.int_or("indexer_kv_heads", 1) * f.int("indexer_head_dim"))
+    keys = Indexer(f.number_or("indexer_kv_heads", 1) * f.number("indexer_head_dim"))
     attention = FullAttention(*grouped(f))
     # transformers keeps three int64 position ids with every indexer key.
     bases: dict[str, tuple[tuple[LayerState, ...], tuple[LayerState, ...]]] = {
         p.LINEAR: (gated_delta_states(f), gated_delta_states(f)),
         p.INDEXED: ((attention, keys), (attention, keys, PerToken(3, INT64))),
     }
-    injected = {int(i) - 1 for i in f.list("ple_layer_ids") or []}
+    injected = {int(i) - 1 for i in f.entries("ple_layer_ids") or []}
     ngram: tuple[LayerState, ...] = ()
     if injected:
-        size = f.int("ngram_size")
-        columns = (f.int("ple_conv_kernel_size") - 1) * size
-        channels = f.int("hidden_size") * f.int("hc_count")
+        size = f.number("ngram_size")
+        columns = (f.number("ple_conv_kernel_size") - 1) * size
+        channels = f.number("hidden_size") * f.number("hc_count")
         ngram = (
             ConvState(channels, columns, fixed_columns=columns),
             ConvState(1, size - 1, INT64, fixed_columns=size - 1),
@@ -271,7 +271,7 @@ def deepseek_v4(f: Fields) -> Layers:
 
     n = f.layers()
     kinds = f.strings("layer_types")
-    ratios = f.list("compress_ratios")
+    ratios = f.entries("compress_ratios")
     if kinds is not None:
         kinds = kinds[:n]
     elif ratios is not None:
@@ -285,9 +285,9 @@ def deepseek_v4(f: Fields) -> Layers:
     if len(kinds) != n:
         raise ConfigError(f"{f.path}layer kinds are given for {len(kinds)} of {n} layers")
     rates = f.section("compress_rates")
-    sparse_rate = f.optional_int("compress_rate_csa") or rates.int_or(p.COMPRESSED_SPARSE, 4)
-    heavy_rate = f.optional_int("compress_rate_hca") or rates.int_or(p.HEAVILY_COMPRESSED, 128)
-    dim, index_dim, size = f.int("head_dim"), f.int("index_head_dim"), window(f)
+    sparse_rate = f.optional_number("compress_rate_csa") or rates.number_or(p.COMPRESSED_SPARSE, 4)
+    heavy_rate = f.optional_number("compress_rate_hca") or rates.number_or(p.HEAVILY_COMPRESSED, 128)
+    dim, index_dim, size = f.number("head_dim"), f.number("index_head_dim"), window(f)
     row = SlidingWindow(1, dim, 0, window=size)
     layers = {
         # Without a compressor transformers keeps the one row twice, as keys and as values.

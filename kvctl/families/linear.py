@@ -38,11 +38,11 @@ def named_dtype(f: Fields, name: str, default: DType | None) -> DType | None:
 
 def gated_delta_states(f: Fields) -> States:
     """A convolution over queries, keys and values; one [key, value] matrix a value head, in float32."""
-    key_heads, value_heads = f.int("linear_num_key_heads"), f.int("linear_num_value_heads")
-    key_dim, value_dim = f.int("linear_key_head_dim"), f.int("linear_value_head_dim")
+    key_heads, value_heads = f.number("linear_num_key_heads"), f.number("linear_num_value_heads")
+    key_dim, value_dim = f.number("linear_key_head_dim"), f.number("linear_value_head_dim")
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return (
-        ConvState(channels, f.int("linear_conv_kernel_dim")),
+        ConvState(channels, f.number("linear_conv_kernel_dim")),
         RecurrentState((value_heads, key_dim, value_dim), FP32, "delta"),
     )
 
@@ -55,14 +55,14 @@ def gated_delta(f: Fields) -> Layers:
 
 def olmo_hybrid(f: Fields) -> Layers:
     """Gated delta with head counts and widths that follow the attention's where not given."""
-    heads = f.int("num_attention_heads")
-    key_heads = f.optional_int("linear_num_key_heads") or heads
-    key_dim = f.optional_int("linear_key_head_dim") or int(0.75 * f.int("hidden_size") / key_heads)
+    heads = f.number("num_attention_heads")
+    key_heads = f.optional_number("linear_num_key_heads") or heads
+    key_dim = f.optional_number("linear_key_head_dim") or int(0.75 * f.number("hidden_size") / key_heads)
     f = f.with_values(
         linear_num_key_heads=key_heads,
-        linear_num_value_heads=f.optional_int("linear_num_value_heads") or heads,
+        linear_num_value_heads=f.optional_number("linear_num_value_heads") or heads,
         linear_key_head_dim=key_dim,
-        linear_value_head_dim=f.optional_int("linear_value_head_dim") or 2 * key_dim,
+        linear_value_head_dim=f.optional_number("linear_value_head_dim") or 2 * key_dim,
     )
     makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(gated_delta_states(f))}
     return build(f, p.layer_kinds(f, p.olmo_hybrid), makers)
@@ -88,21 +88,21 @@ def mamba2_states(inner: int, groups: int, state: int, kernel: int, heads: int, 
 
 
 def mamba(f: Fields) -> Layers:
-    inner = f.optional_int("intermediate_size") or int(f.int("expand") * f.int("hidden_size"))
-    return repeat(f.layers(), Layer(mamba1_states(inner, f.int("state_size"), f.int("conv_kernel"))))
+    inner = f.optional_number("intermediate_size") or int(f.number("expand") * f.number("hidden_size"))
+    return repeat(f.layers(), Layer(mamba1_states(inner, f.number("state_size"), f.number("conv_kernel"))))
 
 
 def mamba2(f: Fields) -> Layers:
-    inner = int(f.int("expand") * f.int("hidden_size"))
-    states = mamba2_states(inner, f.int("n_groups"), f.int("state_size"), f.int("conv_kernel"),
-                           f.int("num_heads"), f.int("head_dim"))  # fmt: skip
+    inner = int(f.number("expand") * f.number("hidden_size"))
+    states = mamba2_states(inner, f.number("n_groups"), f.number("state_size"), f.number("conv_kernel"),
+                           f.number("num_heads"), f.number("head_dim"))  # fmt: skip
     return repeat(f.layers(), Layer(states))
 
 
 def jamba(f: Fields) -> Layers:
     """Mamba with attention every attn_layer_period layers."""
-    inner = f.int("mamba_expand") * f.int("hidden_size")
-    states = mamba1_states(inner, f.int("mamba_d_state"), f.int("mamba_d_conv"))
+    inner = f.number("mamba_expand") * f.number("hidden_size")
+    states = mamba1_states(inner, f.number("mamba_d_state"), f.number("mamba_d_conv"))
     makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(states)}
     f = f.with_values(sliding_window=None)
     return build(f, p.jamba(f, f.layers()), makers)
@@ -110,18 +110,18 @@ def jamba(f: Fields) -> Layers:
 
 def _head_width(f: Fields, name: str, inner: int, heads: int) -> int:
     value = f.get(name, "auto")
-    return inner // heads if value == "auto" else f.int(name)
+    return inner // heads if value == "auto" else f.number(name)
 
 
 def _mamba2_of_hybrid(f: Fields, inner: int) -> States:
-    heads = f.int("mamba_n_heads")
-    return mamba2_states(inner, f.int("mamba_n_groups"), f.int("mamba_d_state"), f.int("mamba_d_conv"), heads,
+    heads = f.number("mamba_n_heads")
+    return mamba2_states(inner, f.number("mamba_n_groups"), f.number("mamba_d_state"), f.number("mamba_d_conv"), heads,
                          _head_width(f, "mamba_d_head", inner, heads))  # fmt: skip
 
 
 def bamba(f: Fields) -> Layers:
     """Mamba 2 with attention at the listed layers."""
-    states = _mamba2_of_hybrid(f, f.int("mamba_expand") * f.int("hidden_size"))
+    states = _mamba2_of_hybrid(f, f.number("mamba_expand") * f.number("hidden_size"))
     makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(states)}
     kinds = p.indices("attn_layer_indices", listed=p.FULL, other=p.LINEAR)(f, f.layers())
     return build(f, kinds, makers)
@@ -131,35 +131,35 @@ def granite_hybrid(f: Fields) -> Layers:
     """Mamba 2 and attention by layer_types."""
     kinds = p.layer_kinds(f, p.all_of(p.LINEAR))
     makers: dict[str, Maker] = dict(attention_makers(grouped))
-    makers[p.LINEAR] = lambda f: Layer(_mamba2_of_hybrid(f, f.int("mamba_expand") * f.int("hidden_size")))
+    makers[p.LINEAR] = lambda f: Layer(_mamba2_of_hybrid(f, f.number("mamba_expand") * f.number("hidden_size")))
     return build(f, kinds, makers)
 
 
 def falcon_h1(f: Fields) -> Layers:
     """Attention and Mamba 2 side by side in every layer."""
-    inner = f.optional_int("mamba_d_ssm") or f.int("mamba_expand") * f.int("hidden_size")
+    inner = f.optional_number("mamba_d_ssm") or f.number("mamba_expand") * f.number("hidden_size")
     return repeat(f.layers(), Layer((FullAttention(*grouped(f)), *_mamba2_of_hybrid(f, inner))))
 
 
 def nemotron_h(f: Fields) -> Layers:
     """Mamba 2, attention, experts and MLPs by pattern; the pattern sets the number of layers."""
-    groups = f.optional_int("mamba_n_groups") or f.int("n_groups")
-    kernel = f.optional_int("mamba_d_conv") or f.int("conv_kernel")
-    heads, dim, state = f.int("mamba_num_heads"), f.int("mamba_head_dim"), f.int("ssm_state_size")
+    groups = f.optional_number("mamba_n_groups") or f.number("n_groups")
+    kernel = f.optional_number("mamba_d_conv") or f.number("conv_kernel")
+    heads, dim, state = f.number("mamba_num_heads"), f.number("mamba_head_dim"), f.number("ssm_state_size")
     named = named_dtype(f, "mamba_ssm_cache_dtype", FP32)
     states = mamba2_states(heads * dim, groups, state, kernel, heads, dim, named)
     stored = {} if named is FP32 else {"transformers": mamba2_states(heads * dim, groups, state, kernel, heads, dim)}
     makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(states, stored)}
     kinds = f.strings("layers_block_type") or p.nemotron_h(f, 0)
-    kinds = [p._LEGACY.get(kind, kind) for kind in kinds]
+    kinds = [p.LEGACY_KINDS.get(kind, kind) for kind in kinds]
     return build(f, kinds, makers)
 
 
 def zamba(f: Fields) -> Layers:
     """Mamba layers; some also run a shared attention block of twice the width."""
-    inner = f.int("mamba_expand") * f.int("hidden_size")
-    states = mamba1_states(inner, f.int("mamba_d_state"), f.int("mamba_d_conv"))
-    dim = f.optional_int("attention_head_dim") or 2 * f.int("hidden_size") // f.int("num_attention_heads")
+    inner = f.number("mamba_expand") * f.number("hidden_size")
+    states = mamba1_states(inner, f.number("mamba_d_state"), f.number("mamba_d_conv"))
+    dim = f.optional_number("attention_head_dim") or 2 * f.number("hidden_size") // f.number("num_attention_heads")
     attention = FullAttention(kv_heads(f), dim, dim)
     makers = {p.LINEAR: lambda f: Layer(states), p.HYBRID: lambda f: Layer((attention, *states))}
     return build(f, p.layer_kinds(f, p.zamba), makers)
@@ -167,11 +167,11 @@ def zamba(f: Fields) -> Layers:
 
 def zamba2(f: Fields) -> Layers:
     """Mamba 2 layers; some also run a shared attention block of twice the width."""
-    inner = int(f.int("mamba_expand") * f.int("hidden_size"))
-    heads = f.int("n_mamba_heads")
-    states = mamba2_states(inner, f.int("mamba_ngroups"), f.int("mamba_d_state"), f.int("mamba_d_conv"), heads,
-                           f.optional_int("mamba_headdim") or inner // heads)  # fmt: skip
-    dim = f.optional_int("attention_head_dim") or 2 * f.int("hidden_size") // f.int("num_attention_heads")
+    inner = int(f.number("mamba_expand") * f.number("hidden_size"))
+    heads = f.number("n_mamba_heads")
+    states = mamba2_states(inner, f.number("mamba_ngroups"), f.number("mamba_d_state"), f.number("mamba_d_conv"), heads,
+                           f.optional_number("mamba_headdim") or inner // heads)  # fmt: skip
+    dim = f.optional_number("attention_head_dim") or 2 * f.number("hidden_size") // f.number("num_attention_heads")
     attention = FullAttention(kv_heads(f), dim, dim)
     makers = {p.LINEAR: lambda f: Layer(states), p.HYBRID: lambda f: Layer((attention, *states))}
     return build(f, p.layer_kinds(f, p.all_of(p.LINEAR)), makers)
@@ -182,7 +182,7 @@ def zamba2(f: Fields) -> Layers:
 
 def lfm2(f: Fields) -> Layers:
     """Short convolutions, and attention at the listed layers."""
-    conv = Layer((ConvState(f.int("hidden_size"), f.int("conv_L_cache")),))
+    conv = Layer((ConvState(f.number("hidden_size"), f.number("conv_L_cache")),))
     makers = attention_makers(grouped) | {p.CONV: lambda f: conv}
     everywhere = p.all_of(p.FULL)
     return build(f, p.layer_kinds(f, p.indices("full_attn_idxs", listed=p.FULL, other=p.CONV, default=everywhere)), makers)
@@ -190,7 +190,7 @@ def lfm2(f: Fields) -> Layers:
 
 def lfm3(f: Fields) -> Layers:
     """Short convolutions, full attention and windows in a cycle."""
-    conv = Layer((ConvState(f.int("hidden_size"), f.int("conv_L_cache")),))
+    conv = Layer((ConvState(f.number("hidden_size"), f.number("conv_L_cache")),))
     makers = attention_makers(grouped) | {p.CONV: lambda f: conv}
     return build(f, p.layer_kinds(f, p.lfm3), makers)
 
@@ -198,8 +198,8 @@ def lfm3(f: Fields) -> Layers:
 def inkling_layer(f: Fields, *, sliding: bool) -> Layer:
     """Attention with short convolutions on keys, values, attention output and MLP output."""
     prefix = "swa_" if sliding else ""
-    heads, dim = f.int(prefix + "num_key_value_heads"), f.int(prefix + "head_dim")
-    kernel, hidden = f.int("conv_kernel_size"), f.int("hidden_size")
+    heads, dim = f.number(prefix + "num_key_value_heads"), f.number(prefix + "head_dim")
+    kernel, hidden = f.number("conv_kernel_size"), f.number("hidden_size")
     attention = SlidingWindow(heads, dim, dim, window=window(f)) if sliding else FullAttention(heads, dim, dim)
     channels = (heads * dim, heads * dim, hidden, hidden)
     # transformers runs these convolutions, and so keeps their inputs, in float32.
@@ -227,9 +227,9 @@ def inkling2_loop(f: Fields) -> Layers:
     """A core of layers runs several times; every pass has a cache of its own."""
     layers = inkling2(f)
     section = f.section("loop_config")
-    start = section.int_or("core_start", f.int("loop_layer_index_start", minimum=0), minimum=0)
-    end = section.int_or("core_end", f.int("loop_layer_index_end", minimum=0), minimum=0)
-    passes = section.optional_int("num_passes") or f.int("loop_num_passes")
+    start = section.number_or("core_start", f.number("loop_layer_index_start", minimum=0), minimum=0)
+    end = section.number_or("core_end", f.number("loop_layer_index_end", minimum=0), minimum=0)
+    passes = section.optional_number("num_passes") or f.number("loop_num_passes")
     if not 0 <= start <= end <= len(layers):
         raise ConfigError(f"{f.path}loop_layer_index_start..end is {start}..{end} of {len(layers)} layers")
     _check_passes(f, "loop_num_passes", passes, end - start)
@@ -245,8 +245,8 @@ def dory(f: Fields) -> Layers:
     """A recurrent section runs several times; every loop has a cache of its own (or only the last)."""
     kinds = f.strings("layer_types")
     n = f.layers()
-    counts = [f.int_or(name, 0, minimum=0) for name in ("n_input_layers", "n_output_layers")]
-    looped = f.optional_int("n_recurrent_layers", minimum=0)
+    counts = [f.number_or(name, 0, minimum=0) for name in ("n_input_layers", "n_output_layers")]
+    looped = f.optional_number("n_recurrent_layers", minimum=0)
     if kinds is not None and p.MLP in kinds:
         # The saved form lists attention and MLP as layers of their own.
         kinds, n, counts = kinds[::2], n // 2, [count // 2 for count in counts]
@@ -260,7 +260,7 @@ def dory(f: Fields) -> Layers:
     if looped < 0 or counts[0] + looped + counts[1] != n:
         raise ConfigError(f"{f.path}n_input_layers, n_recurrent_layers and n_output_layers do not add up to {n}")
     layers = build(f, kinds, attention_makers(grouped))
-    loops = f.int("n_recurrent_loops")
+    loops = f.number("n_recurrent_loops")
     if f.get("recurrent_kv_cache_mode", "per_loop") == "last_loop":
         return layers
     _check_passes(f, "n_recurrent_loops", loops, looped)
@@ -269,14 +269,14 @@ def dory(f: Fields) -> Layers:
 
 def hrm_text(f: Fields) -> Layers:
     """Two stacks that take turns; every turn of every layer has a cache of its own."""
-    stack = f.optional_int("num_layers_per_stack")
+    stack = f.optional_number("num_layers_per_stack")
     if stack is None:
-        _check_passes(f, "H_cycles", f.int("H_cycles") * (f.int("L_cycles") + 1), f.layers())
-        count = f.layers() * f.int("H_cycles") * (f.int("L_cycles") + 1)
+        _check_passes(f, "H_cycles", f.number("H_cycles") * (f.number("L_cycles") + 1), f.layers())
+        count = f.layers() * f.number("H_cycles") * (f.number("L_cycles") + 1)
     else:
         count = f.layers()
     dim = head_dim(f)
-    return repeat(count, Layer((FullAttention(f.int("num_attention_heads"), dim, dim),)))
+    return repeat(count, Layer((FullAttention(f.number("num_attention_heads"), dim, dim),)))
 
 
 # -- others ---------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def hrm_text(f: Fields) -> Layers:
 
 def minimax(f: Fields) -> Layers:
     """Lightning attention: one [head, head] matrix a head, in the model's dtype."""
-    dim, heads = head_dim(f), f.int("num_attention_heads")
+    dim, heads = head_dim(f), f.number("num_attention_heads")
     state = Layer((RecurrentState((heads, dim, dim), None, "lightning"),))
     # transformers makes its cache without a config: windows have no effect on it.
     makers = attention_makers(grouped) | {p.LINEAR: lambda f: state}
@@ -293,8 +293,8 @@ def minimax(f: Fields) -> Layers:
 
 def zaya(f: Fields) -> Layers:
     """Compressed convolutional attention: attention, two convolutions' tail, and a delayed value."""
-    heads, kv, dim = f.int("num_attention_heads"), f.int("num_key_value_heads"), f.int("head_dim")
-    columns = f.int("cca_time0") - 1 + f.int("cca_time1") - 1
+    heads, kv, dim = f.number("num_attention_heads"), f.number("num_key_value_heads"), f.number("head_dim")
+    columns = f.number("cca_time0") - 1 + f.number("cca_time1") - 1
     extra: States = (
         ConvState((heads + kv) * dim, columns + 1, fixed_columns=columns),
         RecurrentState((kv * dim // 2,), None, "delayed value"),
@@ -308,9 +308,9 @@ def zaya(f: Fields) -> Layers:
 
 def recurrent_gemma(f: Fields) -> Layers:
     """Griffin: gated linear recurrences, and windowed attention every third layer."""
-    width = f.optional_int("lru_width") or f.int("hidden_size")
+    width = f.optional_number("lru_width") or f.number("hidden_size")
     recurrent = Layer((
-        ConvState(f.int("hidden_size"), f.int("conv1d_width"), fixed_columns=f.int("conv1d_width") - 1),
+        ConvState(f.number("hidden_size"), f.number("conv1d_width"), fixed_columns=f.number("conv1d_width") - 1),
         RecurrentState((width,), FP32, "lru"),
     ))  # fmt: skip
     dim = head_dim(f)
@@ -321,7 +321,7 @@ def recurrent_gemma(f: Fields) -> Layers:
 
 def rwkv(f: Fields) -> Layers:
     """RWKV 4: two shifted inputs in the model's dtype, three running sums in float32."""
-    hidden = f.int("hidden_size")
+    hidden = f.number("hidden_size")
     states = (RecurrentState((2, hidden), None, "shift"), RecurrentState((3, hidden), FP32, "wkv"))
     return repeat(f.layers(), Layer(states))
 
@@ -332,8 +332,8 @@ def _round_up(value: float, multiple: int) -> int:
 
 def xlstm(f: Fields) -> Layers:
     """mLSTM: a matrix memory, a normaliser and a maximum for every head."""
-    hidden = f.optional_int("hidden_size") or f.int("embedding_dim")
-    heads = f.int("num_heads")
+    hidden = f.optional_number("hidden_size") or f.number("embedding_dim")
+    heads = f.number("num_heads")
     factors = []
     for name in ("qk_dim_factor", "v_dim_factor"):
         factor = f.get(name)
@@ -348,5 +348,5 @@ def xlstm(f: Fields) -> Layers:
         # transformers allocates the state in the model's dtype, whatever the config names.
         {"transformers": tuple(RecurrentState((count,), None) for count in elements)},
     )
-    return repeat(f.optional_int("num_hidden_layers") or f.layers("num_blocks"), layer)
+    return repeat(f.optional_number("num_hidden_layers") or f.layers("num_blocks"), layer)
 

@@ -16,22 +16,22 @@ def no_cache(f: Fields) -> Layers:
 
 def cpmant(f: Fields) -> Layers:
     """Multi-head with an explicit dim_head; a learned prompt stands before the text."""
-    dim = f.int("dim_head")
-    state = FullAttention(f.int("num_attention_heads"), dim, dim, prefix=f.int("prompt_length", minimum=0))
+    dim = f.number("dim_head")
+    state = FullAttention(f.number("num_attention_heads"), dim, dim, prefix=f.number("prompt_length", minimum=0))
     return repeat(f.layers(), Layer((state,)))
 
 
 def openai_gpt(f: Fields) -> Layers:
     """Multi-head; transformers has no cache for it."""
-    dim = f.int("hidden_size") // f.int("num_attention_heads")
-    state = FullAttention(f.int("num_attention_heads"), dim, dim)
+    dim = f.number("hidden_size") // f.number("num_attention_heads")
+    state = FullAttention(f.number("num_attention_heads"), dim, dim)
     return repeat(f.layers(), Layer((state,), {"transformers": (NoState(),)}, note="transformers keeps no cache"))
 
 
 def xlnet(f: Fields) -> Layers:
     """Memory of hidden states: the newest mem_len positions of every layer (all without mem_len)."""
-    width = f.int("d_model")
-    length = f.optional_int("mem_len", minimum=0)
+    width = f.number("d_model")
+    length = f.optional_number("mem_len", minimum=0)
     if not length:
         return repeat(f.layers(), Layer((FullAttention(1, width, 0),)))
     stored = SlidingWindow(1, width, 0, window=length + 1)
@@ -44,7 +44,7 @@ def blt(f: Fields) -> Layers:
     if encoder is None or decoder is None:
         raise ConfigError(f"{f.path}encoder_config and decoder_config are needed")
     layers: Layers = ()
-    for part, size in ((encoder, f.optional_int("local_attention_window_len")), (decoder, None)):
+    for part, size in ((encoder, f.optional_number("local_attention_window_len")), (decoder, None)):
         dim, heads = head_dim(part), kv_heads(part)
         full = FullAttention(heads, dim, dim)
         layer = Layer((full,))
@@ -63,38 +63,38 @@ def unsupported(f: Fields) -> Layers:
 
 def chatglm(f: Fields) -> Layers:
     """ChatGLM 2 and later: multi_query_group_num KV heads of width kv_channels."""
-    heads = f.int("num_attention_heads")
-    dim = f.optional_int("kv_channels") or f.int("hidden_size") // heads
-    count = f.int("multi_query_group_num") if f.flag("multi_query_attention") else heads
+    heads = f.number("num_attention_heads")
+    dim = f.optional_number("kv_channels") or f.number("hidden_size") // heads
+    count = f.number("multi_query_group_num") if f.flag("multi_query_attention") else heads
     return repeat(f.layers("num_layers"), Layer((FullAttention(count, dim, dim),)))
 
 
 def qwen(f: Fields) -> Layers:
     """The first Qwen: multi-head of width kv_channels."""
-    heads = f.int("num_attention_heads")
-    dim = f.optional_int("kv_channels") or f.optional_int("head_dim") or f.int("hidden_size") // heads
+    heads = f.number("num_attention_heads")
+    dim = f.optional_number("kv_channels") or f.optional_number("head_dim") or f.number("hidden_size") // heads
     return repeat(f.layers(), Layer((FullAttention(heads, dim, dim),)))
 
 
 def step3(f: Fields) -> Layers:
     """Multi-matrix factorisation attention: num_attention_groups KV heads of width head_dim."""
-    dim = f.int("head_dim")
-    count = f.optional_int("num_attention_groups") or f.int("num_key_value_heads")
+    dim = f.number("head_dim")
+    count = f.optional_number("num_attention_groups") or f.number("num_key_value_heads")
     return repeat(f.layers(), Layer((FullAttention(count, dim, dim),)))
 
 
 def baichuan_m1(f: Fields) -> Layers:
     """Listed layers are windowed and have KV heads of their own; keys and values pass a short convolution."""
-    listed = f.list("sliding_window_layers") or []
-    hidden, heads = f.int("hidden_size"), f.int("num_attention_heads")
+    listed = f.entries("sliding_window_layers") or []
+    hidden, heads = f.number("hidden_size"), f.number("num_attention_heads")
     full_dim = hidden // heads
-    swa_heads = f.optional_int("num_swa_attention_heads") or heads
+    swa_heads = f.optional_number("num_swa_attention_heads") or heads
     swa_dim = hidden // swa_heads
-    kv, swa_kv = kv_heads(f), f.optional_int("num_swa_key_value_heads") or kv_heads(f)
-    taps = f.int_or("conv_window", 2)
+    kv, swa_kv = kv_heads(f), f.optional_number("num_swa_key_value_heads") or kv_heads(f)
+    taps = f.number_or("conv_window", 2)
     full = Layer((FullAttention(kv, full_dim, full_dim), ConvState(2 * kv * full_dim, taps)))
     sliding = Layer((
-        SlidingWindow(swa_kv, swa_dim, swa_dim, window=f.int("sliding_window")),
+        SlidingWindow(swa_kv, swa_dim, swa_dim, window=f.number("sliding_window")),
         ConvState(2 * swa_kv * swa_dim, taps),
     ))  # fmt: skip
     chosen = set(listed)
@@ -103,11 +103,11 @@ def baichuan_m1(f: Fields) -> Layers:
 
 def block_configs(f: Fields) -> Layers:
     """Nemotron-NAS (Deci): every block says how many query heads share a KV head, or has no attention."""
-    blocks = f.list("block_configs")
+    blocks = f.entries("block_configs")
     n = f.layers()
     if blocks is None or len(blocks) != n:
         raise ConfigError(f"{f.path}block_configs must have one entry for each of {n} layers")
-    heads = f.int("num_attention_heads")
+    heads = f.number("num_attention_heads")
     dim = head_dim(f)
     made: dict[int, Layer] = {}
     layers = []
@@ -139,7 +139,7 @@ def gemma4_assistant(f: Fields) -> Layers:
     text = f.nested("text_config")
     if text is None:
         raise ConfigError(f"{f.path}text_config is missing from the configuration")
-    if not text.int_or("num_kv_shared_layers", 0, minimum=0):
+    if not text.number_or("num_kv_shared_layers", 0, minimum=0):
         text = text.with_values(num_kv_shared_layers=text.layers())
     return gemma4(text)
 

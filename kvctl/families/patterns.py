@@ -20,7 +20,7 @@ MOE, MLP = "moe", "mlp"
 
 Pattern = Callable[[Fields, int], list[str]]
 
-_LEGACY = {
+LEGACY_KINDS = {
     "mamba": LINEAR,
     "mamba2": LINEAR,
     "attention": FULL,
@@ -41,7 +41,7 @@ def layer_kinds(f: Fields, pattern: Pattern | None = None, *, count: int | None 
     if kinds is not None:
         if len(kinds) != n:
             raise ConfigError(f"{f.path}layer_types has {len(kinds)} entries for {n} layers")
-        return [_LEGACY.get(kind, kind) for kind in kinds]
+        return [LEGACY_KINDS.get(kind, kind) for kind in kinds]
     if pattern is not None:
         return pattern(f, n)
     return uniform(f, n)
@@ -68,7 +68,7 @@ def every(
             if isinstance(value, str) and value and set(value) <= {"L", "G"}:
                 # EXAONE spells the pattern out: L(ocal) and G(lobal).
                 return [other if value[i % len(value)] == "L" else last for i in range(n)]
-            step = 0 if value is None else f._whole(field, value, 0)
+            step = 0 if value is None else f.as_number(field, value, 0)
         if step == 0:
             return [last] * n
         kinds = [other if (i + 1) % step else last for i in range(n)]
@@ -83,7 +83,7 @@ def first_of(period: int, *, field: str | None = None, first: str = FULL, other:
     """`first` at layers 0, period, 2·period, …"""
 
     def pattern(f: Fields, n: int) -> list[str]:
-        step = f.int_or(field, period, minimum=0) if field else period
+        step = f.number_or(field, period, minimum=0) if field else period
         return [first] * n if step == 0 else [other if i % step else first for i in range(n)]
 
     return pattern
@@ -108,7 +108,7 @@ def indices(field: str, *, listed: str, other: str, default: Pattern | None = No
     """`listed` for the layers that a list of indices names."""
 
     def pattern(f: Fields, n: int) -> list[str]:
-        listed_layers = f.list(field)
+        listed_layers = f.entries(field)
         if listed_layers is None:
             return default(f, n) if default else [other] * n
         chosen = set(listed_layers)
@@ -121,7 +121,7 @@ def flags(field: str, *, on: str, off: str) -> Pattern:
     """One 0 or 1 a layer."""
 
     def pattern(f: Fields, n: int) -> list[str]:
-        values = f.list(field)
+        values = f.entries(field)
         if values is None:
             raise ConfigError(f"{f.path}{field} is missing, and it decides the kind of every layer")
         if len(values) < n:
@@ -135,7 +135,7 @@ def window_from_layer(f: Fields, n: int) -> list[str]:
     """Qwen2: windowed from max_window_layers on, if the window is in use."""
     if not f.flag("use_sliding_window") or f.get("sliding_window") is None:
         return [FULL] * n
-    start = f.int("max_window_layers", minimum=0)
+    start = f.number("max_window_layers", minimum=0)
     return [SLIDING if i >= start else FULL for i in range(n)]
 
 
@@ -143,14 +143,14 @@ def qwen2_moe(f: Fields, n: int) -> list[str]:
     """Every other layer below max_window_layers, if the window is in use."""
     if not f.flag("use_sliding_window"):
         return [FULL] * n
-    end = f.int("max_window_layers", minimum=0)
+    end = f.number("max_window_layers", minimum=0)
     return [SLIDING if (i + 1) % 2 and i < end else FULL for i in range(n)]
 
 
 def dots1(f: Fields, n: int) -> list[str]:
     if f.get("sliding_window") is None:
         return [FULL] * n
-    start = f.int("max_window_layers", minimum=0)
+    start = f.number("max_window_layers", minimum=0)
     return [SLIDING if i >= start else FULL for i in range(n)]
 
 
@@ -169,18 +169,18 @@ def llama4(f: Fields, n: int) -> list[str]:
 
 def no_rope_layers(f: Fields, n: int, interval: str) -> list[bool]:
     """True for each layer that uses rotary embedding (1 in `no_rope_layers`)."""
-    listed = f.list("no_rope_layers")
+    listed = f.entries("no_rope_layers")
     if listed:
         if len(listed) != n:
             raise ConfigError(f"{f.path}no_rope_layers has {len(listed)} entries for {n} layers")
         return [bool(value) for value in listed]
-    step = f.int_or(interval, 4)
+    step = f.number_or(interval, 4)
     return [bool((i + 1) % step) for i in range(n)]
 
 
 def cohere2_moe(f: Fields, n: int) -> list[str]:
     """A prefix of dense layers with a pattern of its own."""
-    prefix = min(f.int_or("first_k_dense_replace", 0, minimum=0), n)
+    prefix = min(f.number_or("first_k_dense_replace", 0, minimum=0), n)
     head = every(1, field="prefix_dense_sliding_window_pattern")(f, prefix)
     return head + every(4, field="sliding_window_pattern")(f, n - prefix)
 
@@ -204,8 +204,8 @@ def lfm3(f: Fields, n: int) -> list[str]:
 
 
 def jamba(f: Fields, n: int) -> list[str]:
-    period = f.int("attn_layer_period")
-    offset = f.int("attn_layer_offset", minimum=0)
+    period = f.number("attn_layer_period")
+    offset = f.number("attn_layer_offset", minimum=0)
     return [FULL if i % period == offset else LINEAR for i in range(n)]
 
 
@@ -217,8 +217,8 @@ def olmo_hybrid(f: Fields, n: int) -> list[str]:
 
 
 def zamba(f: Fields, n: int) -> list[str]:
-    period = f.int("attn_layer_period")
-    offset = f.int("attn_layer_offset", minimum=0)
+    period = f.number("attn_layer_period")
+    offset = f.number("attn_layer_offset", minimum=0)
     head = [LINEAR, LINEAR, HYBRID]
     return (head + [HYBRID if i % period == offset else LINEAR for i in range(n - 3)])[:n]
 

@@ -53,17 +53,17 @@ def read_unknown(f: Fields) -> Layers:
                 f"model type {name!r} is unknown, and its configuration has no {key}",
                 hint=f"give it with --set {f.path}{key}=N, or size the shape: --layers N --kv-heads N --head-dim N",
             )
-    dim = f.optional_int("head_dim")
-    heads = f.int("num_attention_heads")
+    dim = f.optional_number("head_dim")
+    heads = f.number("num_attention_heads")
     if dim is None:
-        hidden = f.int("hidden_size")
+        hidden = f.number("hidden_size")
         if hidden % heads:
             raise ConfigError(
                 f"model type {name!r} is unknown, and hidden_size {hidden} is no multiple of its {heads} heads",
                 hint=f"give the width of a head with --set {f.path}head_dim=N",
             )
         dim = hidden // heads
-    kv = f.int("num_key_value_heads")
+    kv = f.number("num_key_value_heads")
     if heads % kv:
         raise ConfigError(f"model type {name!r} is unknown, and {heads} query heads do not share {kv} KV heads evenly")
     return repeat(f.layers(), Layer((FullAttention(kv, dim, dim),)))

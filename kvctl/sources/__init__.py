@@ -7,6 +7,7 @@ then the bundled catalogue; then the Hub. `--source` forces one of them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,12 @@ class Found:
     """False for catalogue rows that are not a whole config.json: what they leave out is not a class default."""
 
 
+_PAGE = re.compile(r"(?:hf://|https?://[^/]+/)(?:models/)?([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?[/?#]?.*")
+
+
 def looks_like_path(name: str) -> bool:
     """True for what can only be meant as a file or folder."""
-    return name.startswith((".", "/", "~")) or name.endswith((".json", ".gguf")) or os.sep in name and os.path.exists(name)
+    return name.startswith((".", "/", "~")) or name.endswith((".json", ".gguf")) or (os.sep in name and os.path.exists(name))
 
 
 def resolve(name: str, *, source: str | None = None, revision: str | None = None) -> Found:
@@ -44,6 +48,10 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
         from kvctl.sources import local
 
         return local.from_stdin()
+    page = _PAGE.fullmatch(name)
+    if page:
+        # The address of a model's page, as people paste it.
+        name, revision = page[1], revision or page[2]
     if source is None and (looks_like_path(name) or os.path.isdir(name)):
         from kvctl.sources import local
 

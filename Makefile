@@ -1,0 +1,49 @@
+# Two commands do everything on a machine with Python 3.11+, its venv module and make:
+#   make run     installs kvctl into .venv (once) and sizes a model
+#   make test    installs the development tools too (once) and runs every check
+# Another interpreter: make run PYTHON=python3.12. Another question: make run ARGS="size Qwen3-32B --ctx 32k".
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+ARGS ?= size Qwen3-72B --ctx 128k
+
+.PHONY: run test lint generate bench clean
+
+run: $(VENV)/installed
+	@$(BIN)/kvctl $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/generate.py --check
+
+generate: $(VENV)/installed-dev
+	$(BIN)/python scripts/generate.py
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python scripts/bench.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/python-ok:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvctl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make run PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/python-ok pyproject.toml
+	@echo "installing kvctl into $(VENV) (once) ..." >&2
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing the development tools into $(VENV) (once) ..." >&2
+	@$(PIP) --editable '.[dev]'
+	@touch $@

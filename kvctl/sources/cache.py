@@ -1,0 +1,107 @@
+"""Snapshots in the user's Hub cache.
+
+The folder is computed here, as the Hub client does, so that models that were never
+downloaded (most of them) do not cost the import of the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+
+from kvctl.errors import UsageError
+from kvctl.sources import Found, jsonfile, local
+from kvctl.spec import Provenance
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
+
+
+def client() -> ModuleType:
+    """The Hub's client library."""
+    import huggingface_hub
+
+    try:
+        _ = huggingface_hub.constants.HF_HUB_CACHE  # reads the environment
+    except ValueError:
+        raise UsageError(
+            "HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT must be whole numbers of seconds"
+        ) from None
+    return huggingface_hub
+
+
+def hub_cache() -> str:
+    """The folder of the user's Hub cache."""
+    home = os.getenv("XDG_CACHE_HOME", os.path.join(os.path.expanduser("~"), ".cache"))
+    home = _expand(os.getenv("HF_HOME", os.path.join(home, "huggingface")))
+    return _expand(os.getenv("HF_HUB_CACHE", os.getenv("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))))
+
+
+def find(repo: str, revision: str | None = None) -> Found | None:
+    """The cached snapshot of a repository at a revision (None: what main was when it was fetched)."""
+    if not os.path.isdir(_folder(repo)):
+        return None
+    try:
+        path = client().try_to_load_from_cache(repo, local.CONFIG, cache_dir=hub_cache(), revision=revision)
+    except (OSError, ValueError):
+        # Unreadable, or no name that the Hub could know: not in the cache.
+        return None
+    return _snapshot(repo, Path(path).parent) if isinstance(path, str) else None
+
+
+def newest(repo: str) -> Found | None:
+    """The snapshot that was cached last, whatever its revision."""
+    commits = [path for path in _snapshots(repo) if (path / local.CONFIG).is_file()]
+    return _snapshot(repo, max(commits, key=lambda path: path.stat().st_mtime)) if commits else None
+
+
+def keep(repo: str, revision: str, commit: str, config: bytes) -> None:
+    """Put a config.json where the client looks for it, so that the model is there when the Hub is not.
+
+    A file in the snapshot itself is the client's layout where it has no symbolic links.
+    A cache that cannot be written is no reason to fail.
+    """
+    if not (_COMMIT.fullmatch(commit) and _REVISION.fullmatch(revision)):
+        return
+    folder = Path(_folder(repo))
+    with contextlib.suppress(OSError):
+        path = folder / "snapshots" / commit / local.CONFIG
+        if not path.exists():
+            _write(path, config)
+        if revision != commit:
+            _write(folder / "refs" / revision, commit.encode())
+
+
+def _snapshot(repo: str, folder: Path) -> Found:
+    where = jsonfile.plain(str(folder))
+    found = local.read_folder(folder, where)
+    return Found(repo, found.config, Provenance("cache", where, folder.name), found.weights, found.notes)
+
+
+def _snapshots(repo: str) -> list[Path]:
+    try:
+        return list(Path(_folder(repo), "snapshots").iterdir())
+    except (OSError, ValueError):
+        return []
+
+
+def _folder(repo: str) -> str:
+    return os.path.join(hub_cache(), "models--" + repo.replace("/", "--"))
+
+
+def _expand(path: str) -> str:
+    return os.path.expandvars(os.path.expanduser(path))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,345 @@
+"""The Hub: a repository's config.json and the size of its weights.
+
+The client library brings the endpoint, the token, the session (proxies, certificates, offline mode)
+and the URLs. Its download functions are not used: when a server fails they try again for minutes,
+and they read files of any length. Two requests size a model; redirects and one retry come on top.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, NoReturn
+from urllib.parse import quote, urlsplit
+
+from kvctl import __version__
+from kvctl.errors import KvctlError, SourceError, UsageError
+from kvctl.sources import Found, cache, jsonfile, local, safetensors
+from kvctl.spec import Provenance, Weights
+
+TIMEOUT = "KVCTL_HUB_TIMEOUT"
+
+# What a request for config.json looks like: where a renamed repository leads to.
+_RESOLVE = re.compile(r"/(?P<repo>[^/]+(/[^/]+)?)/resolve/")
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_LONGEST_NAME = 96
+_BUSY = (500, 502, 503, 504)
+_PAUSE = 0.5  # seconds before the one retry
+
+
+def fetch(repo: str, revision: str | None = None, forced: bool = False) -> Found:
+    """A repository's configuration; `forced`: the user asked for the Hub, although another source may know it."""
+    _check(repo, revision)
+    hub = _Hub(repo, revision, forced)
+    try:
+        answer = hub.get(hub.config_url())
+        if answer.status in _BUSY:
+            time.sleep(_PAUSE)
+            answer = hub.get(hub.config_url())
+    except _Unreachable as down:
+        return _stand_in(repo, revision, str(down))
+    if answer.status != 200:
+        hub.refused(answer)
+    where = f"the config.json of {repo} on the Hub"
+    config = jsonfile.parse(answer.body, where, hint=f"see whether {hub.page(repo)} is a page of the Hub")
+    local.refuse_other_json(config, where)
+    if answer.commit is not None:
+        cache.keep(repo, revision or "main", answer.commit, answer.body)
+    name = answer.repo or repo
+    notes = []
+    if name.lower() != repo.lower():
+        notes.append(f"{repo} is now called {name} on the Hub")
+    if _needs_remote_code(config):
+        notes.append(f"{name} is defined by code in its repository, which kvctl never runs: read from config.json alone")
+    weights, unknown = hub.weights(name, answer.commit)
+    notes.extend(unknown)
+    location = f"{hub.page(name)}/resolve/{quote(answer.commit or revision or 'main', safe='')}/{local.CONFIG}"
+    return Found(name, config, Provenance("hub", location, answer.commit), weights, tuple(notes))
+
+
+class _Unreachable(Exception):
+    """No Hub answers: offline mode or no connection. The text says which."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    commit: str | None
+    repo: str | None
+    """The name under which the repository answered."""
+
+
+class _Hub:
+    """One repository on the Hub, asked with the client library's settings."""
+
+    def __init__(self, repo: str, revision: str | None, forced: bool) -> None:
+        self._client = cache.client()
+        settings = self._client.constants
+        self.repo, self.revision, self.forced = repo, revision, forced
+        self._endpoint: str = settings.ENDPOINT
+        # Not the client's own headers: making them asks the Hub for a list of coding agents first.
+        self._token: str | None = None if settings.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._client.get_token()
+        self._timeout = _timeout(settings)
+
+    def config_url(self) -> str:
+        url: str = self._client.hf_hub_url(self.repo, local.CONFIG, revision=self.revision)
+        return url
+
+    def page(self, repo: str) -> str:
+        """The repository's address, without the credentials that an endpoint may hold."""
+        parts = urlsplit(self._endpoint)
+        return jsonfile.plain(f"{parts.scheme}://{self._host()}{parts.path}/{repo}")
+
+    def get(self, url: str) -> _Answer:
+        """One answer, read within the time-out and the length of a configuration."""
+        import httpx2
+
+        headers = {"user-agent": f"kvctl/{__version__}", "accept-encoding": "identity"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        end = time.monotonic() + self._timeout
+        try:
+            with self._client.utils.get_session().stream(
+                "GET", url, headers=headers, timeout=self._timeout, follow_redirects=True
+            ) as response:
+                body = b"".join(self._read(response.iter_bytes(), end)) if response.status_code == 200 else b""
+                steps = [*response.history, response]
+                commits = [step.headers.get("X-Repo-Commit") for step in steps]
+                names = [_RESOLVE.search(self._below_endpoint(step.request.url.path)) for step in steps]
+                return _Answer(
+                    response.status_code,
+                    response.headers,
+                    body,
+                    next((commit for commit in commits if commit), None),
+                    next((match["repo"] for match in reversed(names) if match), None),
+                )
+        # None of the causes is shown or chained: their texts can hold the token or a signed address.
+        except self._client.errors.OfflineModeIsEnabled:
+            raise _Unreachable("HF_HUB_OFFLINE is set") from None
+        except httpx2.TimeoutException:
+            raise self._too_slow() from None
+        except httpx2.ConnectError as error:
+            raise _Unreachable(f"{self._host()}: {_why(error)}") from None
+        except httpx2.ProxyError:
+            raise _Unreachable("the proxy refuses the connection") from None
+        except httpx2.TooManyRedirects:
+            raise SourceError(
+                f"the Hub ({self._host()}) redirects {self.repo} in a circle", hint="check HF_ENDPOINT"
+            ) from None
+        except (httpx2.UnsupportedProtocol, httpx2.InvalidURL):
+            raise SourceError(
+                "HF_ENDPOINT is not an http or https address", hint="for example HF_ENDPOINT=https://huggingface.co"
+            ) from None
+        except (httpx2.LocalProtocolError, UnicodeError):
+            raise SourceError(
+                f"the token ({self._login()}) has characters that cannot be sent", hint="log in again: hf auth login"
+            ) from None
+        except (httpx2.HTTPError, OSError):
+            raise SourceError(f"the Hub ({self._host()}) broke off its answer", hint="try again") from None
+
+    def refused(self, answer: _Answer) -> NoReturn:
+        """Raise what an answer without a config.json means."""
+        code, status = answer.headers.get("X-Error-Code", ""), answer.status
+        told = answer.headers.get("X-Error-Message", "").lower()
+        if code == "GatedRepo":
+            raise SourceError(
+                f"{self.repo} is gated, and its owner has not granted you access ({self._login()})",
+                hint=f"ask for access at {self.page(self.repo)}, then log in: hf auth login (or set HF_TOKEN)",
+            )
+        if code == "RevisionNotFound":
+            raise SourceError(
+                f"{self.repo} has no revision {jsonfile.plain(self.revision or 'main')}",
+                hint=f"its branches and tags: {self.page(self.repo)}/refs",
+            )
+        if code == "EntryNotFound":
+            raise self._no_config(answer)
+        if status == 401 and self._token and (code != "RepoNotFound" or "credentials" in told or "token" in told):
+            raise SourceError(
+                f"the Hub refused the token ({self._login()})",
+                hint="it may have expired or been revoked: log in again with hf auth login, or unset HF_TOKEN",
+            )
+        if status in (401, 404, 410):
+            raise SourceError(f"{self.repo}: not found on the Hub, or private", hint=self._not_found_hint())
+        if status in (403, 451):
+            raise SourceError(
+                f"the Hub refuses access to {self.repo} ({self._login()}; status {status})",
+                hint=f"see {self.page(self.repo)}",
+            )
+        if status == 429:
+            wait = answer.headers.get("Retry-After", "")
+            when = f"in {wait} s" if wait.isdecimal() else "in a few minutes"
+            raise SourceError(
+                "the Hub answers 429: too many requests from here",
+                hint=f"try again {when}" + ("" if self._token else "; logged in (hf auth login) the limit is higher"),
+            )
+        if status >= 500 or status == 408:
+            raise SourceError(
+                f"the Hub ({self._host()}) answers {status}: the fault is on its side",
+                hint="try again later" + self._other_source(),
+            )
+        raise SourceError(f"the Hub ({self._host()}) answers {status} for {self.repo}", hint="check HF_ENDPOINT")
+
+    def weights(self, repo: str, commit: str | None) -> tuple[Weights | None, tuple[str, ...]]:
+        """The weights' size, which the answer can do without: a note where the Hub does not tell."""
+        try:
+            return safetensors.hub_weights(self._info(repo, commit or self.revision)), ()
+        except _Unreachable as down:
+            return None, (f"weights unknown: {down}",)
+        except KvctlError as error:
+            return None, (f"weights unknown: {error.message}",)
+
+    def _info(self, repo: str, revision: str | None) -> dict[str, Any]:
+        url = f"{self._endpoint}/api/models/{quote(repo)}"
+        url += f"/revision/{quote(revision, safe='')}" if revision else ""
+        answer = self.get(url + "?blobs=true")
+        if answer.status != 200:
+            raise SourceError(f"the Hub answers {answer.status} for the model's files")
+        return jsonfile.parse(answer.body, f"the Hub's information on {repo}")
+
+    def _no_config(self, answer: _Answer) -> SourceError:
+        try:
+            info = self._info(answer.repo or self.repo, answer.commit or self.revision)
+        except (KvctlError, _Unreachable):
+            return SourceError(f"{self.repo} has no config.json", hint=f"see its files: {self.page(self.repo)}/tree/main")
+        siblings = info.get("siblings")
+        files = [file.get("rfilename") for file in siblings if isinstance(file, dict)] if isinstance(siblings, list) else []
+        names = [name for name in files if isinstance(name, str)]
+        base: Any = info.get("config")
+        for key in ("peft", "base_model_name_or_path"):
+            base = base.get(key) if isinstance(base, dict) else None
+        return local.no_config(self.repo, names, base=base if isinstance(base, str) else None)
+
+    def _not_found_hint(self) -> str:
+        from kvctl.sources import catalogue
+
+        if self.forced and catalogue.has(self.repo):
+            return "the catalogue has it: drop --source hub"
+        near = catalogue.nearest(self.repo, 3)
+        login = "" if self._token else "a private one needs a login: hf auth login"
+        return "; ".join(filter(None, ("near it: " + ", ".join(near) if near else "", login))) or "check its spelling"
+
+    def _too_slow(self) -> SourceError:
+        return SourceError(
+            f"the Hub ({self._host()}) did not answer within {self._timeout:g} s",
+            hint=f"try again, or allow more seconds: {TIMEOUT}={max(60, math.ceil(self._timeout) * 2)}"
+            + self._other_source(),
+        )
+
+    def _other_source(self) -> str:
+        from kvctl.sources import catalogue
+
+        return "; the catalogue has it: drop --source hub" if self.forced and catalogue.has(self.repo) else ""
+
+    def _read(self, chunks: Iterator[bytes], end: float) -> Iterator[bytes]:
+        length = 0
+        for chunk in chunks:
+            length += len(chunk)
+            if length > jsonfile.LIMIT:
+                raise jsonfile.too_long(f"the answer of the Hub for {self.repo}")
+            # The client's time-out is for each read: one byte now and then would never end.
+            if time.monotonic() > end:
+                raise self._too_slow()
+            yield chunk
+
+    def _host(self) -> str:
+        parts = urlsplit(self._endpoint)
+        return jsonfile.plain(parts.netloc.rpartition("@")[2])
+
+    def _below_endpoint(self, path: str) -> str:
+        return path.removeprefix(urlsplit(self._endpoint).path)
+
+    def _login(self) -> str:
+        """Whose access was used, in words, and never the token itself."""
+        if not self._token:
+            return "not logged in"
+        names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+        return next((f"the token in {name}" for name in names if os.environ.get(name)), "the saved login")
+
+
+def _check(repo: str, revision: str | None) -> None:
+    """Refuse names and revisions that no repository can have."""
+    if not _NAME.fullmatch(repo) or len(repo) > _LONGEST_NAME or "--" in repo or ".." in repo or repo.endswith(".git"):
+        from kvctl.sources import catalogue
+
+        near = catalogue.nearest(repo, 3)
+        address = re.fullmatch(r"https?://[^/]+/([^/]+/[^/?#]+).*", repo)
+        if address:
+            near = [address[1]]
+        raise UsageError(
+            f"{jsonfile.plain(repo)!r} is neither a file here nor a name on the Hub",
+            hint=("did you mean " + ", ".join(near) + "?") if near else "a name on the Hub is written org/name",
+        )
+    if revision is not None and (not revision or not revision.isprintable()):
+        raise UsageError("--revision is empty or not printable", hint="a branch, a tag or a commit")
+
+
+def _stand_in(repo: str, revision: str | None, reason: str) -> Found:
+    """The cached snapshot or the catalogue's entry where the Hub cannot be reached."""
+    from kvctl.sources import catalogue
+
+    down = f"the Hub cannot be reached ({reason})"
+    found = cache.find(repo, revision)
+    last = cache.newest(repo) if found is None else None
+    known = catalogue.has(repo)
+    # Another revision than the one asked for is no answer.
+    if revision is None or found is not None:
+        if found is None:
+            found = last or (catalogue.find(repo) if known else None)
+        if found is not None:
+            of = "the catalogue" if found.provenance.source == "catalogue" else "the snapshot in the Hub cache"
+            return replace(found, notes=(f"{down}: the answer is from {of}", *found.notes))
+        near = catalogue.nearest(repo, 3)
+        hint = "near it in the catalogue: " + ", ".join(near) if near else "give its config.json: kvctl size ./config.json"
+        raise SourceError(f"{repo} is neither cached nor in the catalogue, and {down}", hint=hint)
+    hint = "give its config.json: kvctl size ./config.json"
+    if last is not None or known:
+        hint = f"without --revision {'the snapshot in the Hub cache' if last else 'the catalogue'} answers"
+    raise SourceError(f"revision {jsonfile.plain(revision)} of {repo} is not cached, and {down}", hint=hint)
+
+
+def _needs_remote_code(config: Mapping[str, Any]) -> bool:
+    """True where only code in the repository defines the model: transformers has no class for its type."""
+    if not config.get("auto_map"):
+        return False
+    table = resources.files("kvctl").joinpath("data/model_types.jsonl").read_text("utf-8")
+    return f'"model_type":{json.dumps(config.get("model_type"))},' not in table
+
+
+def _timeout(settings: Any) -> float:
+    """Seconds: kvctl's own setting, else the client's."""
+    text = os.environ.get(TIMEOUT)
+    if not text:
+        default = settings.DEFAULT_DOWNLOAD_TIMEOUT
+        own = (settings.HF_HUB_DOWNLOAD_TIMEOUT, settings.HF_HUB_ETAG_TIMEOUT)
+        return float(next((value for value in own if value != default), default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{TIMEOUT}={jsonfile.plain(text)!s} is not a number of seconds", hint=f"{TIMEOUT}=30")
+    return seconds
+
+
+def _why(error: BaseException) -> str:
+    """Why there is no connection, in a few words."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return "its name cannot be resolved"
+        if isinstance(cause, ssl.SSLError):
+            return "no secure connection"
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused"
+        cause = cause.__cause__ or cause.__context__
+    return "no connection"
