@@ -176,6 +176,8 @@ def _cross_input(root: Fields, text: Fields) -> str:
         return "audio"
     if root.type in _IMAGE or text.type in _IMAGE:
         return "image"
+    if root.type == text.type and not root.flag("is_encoder_decoder") and root.flag("add_cross_attention"):
+        return "external"
     return "encoder"
 
 

@@ -154,7 +154,10 @@ def _workload(spec: ModelSpec, context: int, plan: SizePlan, warnings: list[str]
                 warnings.append(f"cross attention holds a full input of {encoder:,} positions; --audio-tokens sets it")
     else:
         extra = image + audio
-        if encoder is None:
+        if encoder is None and spec.cross_input == "external":
+            encoder = 0
+            warnings.append("cross attention holds nothing: no encoder in this model; --encoder-tokens N adds one")
+        elif encoder is None:
             encoder = context if spec.default_encoder is None else spec.default_encoder
             warnings.append(f"cross attention holds {encoder:,} encoder positions; --encoder-tokens sets it")
     return Workload(context + extra, plan.sequences, encoder, plan.beams)

@@ -341,7 +341,8 @@ class ModelSpec:
     default_encoder: int | None = None
     """Encoder positions of a full input (audio, image), where the config names them."""
     cross_input: str = ""
-    """What cross attention looks at: "encoder", "image", "audio", or "" without any."""
+    """What cross attention looks at: "encoder", "image", "audio", "external" (an encoder that
+    is not part of this model), or "" without any."""
 
     @cached_property
     def groups(self) -> tuple[tuple[Layer, int], ...]:

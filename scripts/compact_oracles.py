@@ -11,6 +11,7 @@ One output line a case: name, config, and the distinct runs as
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -23,9 +24,19 @@ DROP = {"vision_config", "audio_config", "vq_config", "vocabulary_map", "audio_e
         "image_grid_pinpoints", "quantization_config"}  # fmt: skip
 
 
+# Scalars that no cache depends on.
+IDLE = re.compile(
+    r"_token_id$|_token_index$|_token_ids$|dropout|_drop$|pdrop|initializer_|init_std|_eps$|^eps$|layer_norm_epsilon|"
+    r"transformers_version|hidden_act|activation_function|hidden_activation|^rope_|router_|_loss|softcap|_bias$|"
+    r"^use_cache$|layerdrop|multiplier|^attention_bias$|time_step|scaling_factor|summary_|^return_dict$|jitter|"
+    r"norm_topk_prob|swiglu|classifier_|forced_|problem_type|output_attentions|output_hidden|"
+    r"chunk_size_feed_forward|^vocab_size|_vocab_size$"
+)
+
+
 def slim(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: slim(inner) for key, inner in value.items() if key not in DROP}
+        return {key: slim(inner) for key, inner in value.items() if key not in DROP and not IDLE.search(key)}
     return value
 
 

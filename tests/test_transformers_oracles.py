@@ -44,9 +44,8 @@ def test_bytes_equal_the_measured_cache(name: str) -> None:
     spec = spec_of(case)
     for dtype, batch, tokens, encoder, total, layers in case["runs"]:
         plan = SizePlan(
-            TRANSFORMERS, sequences=batch, dtype=model_dtype(dtype), encoder_tokens=encoder or None, image_tokens=0,
-            audio_tokens=0, per_layer=True,
-        )  # fmt: skip
+            TRANSFORMERS, sequences=batch, dtype=model_dtype(dtype), encoder_tokens=encoder or None, per_layer=True
+        )
         result = size(spec, tokens, plan)
         assert result.kv_bytes == total, f"{name}: {dtype}, batch {batch}, {tokens} tokens"
         if layers is None or result.per_layer is None or case["config"]["model_type"] == "blt":

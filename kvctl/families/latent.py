@@ -227,11 +227,9 @@ def qwen4_exp(f: Fields) -> Layers:
     kinds = [p.INDEXED if kind == p.FULL else kind for kind in kinds]
     keys = Indexer(f.number_or("indexer_kv_heads", 1) * f.number("indexer_head_dim"))
     attention = FullAttention(*grouped(f))
-    # transformers keeps three int64 position ids with every indexer key.
-    bases: dict[str, tuple[tuple[LayerState, ...], tuple[LayerState, ...]]] = {
-        p.LINEAR: (gated_delta_states(f), gated_delta_states(f)),
-        p.INDEXED: ((attention, keys), (attention, keys, PerToken(3, INT64))),
-    }
+    bases: dict[str, tuple[LayerState, ...]] = {p.LINEAR: gated_delta_states(f), p.INDEXED: (attention, keys)}
+    # transformers keeps three int64 position ids a token, once, in the first indexed layer.
+    positions = kinds.index(p.INDEXED) if p.INDEXED in kinds else -1
     injected = {int(i) - 1 for i in f.entries("ple_layer_ids") or []}
     ngram: tuple[LayerState, ...] = ()
     if injected:
@@ -242,16 +240,15 @@ def qwen4_exp(f: Fields) -> Layers:
             ConvState(channels, columns, fixed_columns=columns),
             ConvState(1, size - 1, INT64, fixed_columns=size - 1),
         )
-    made: dict[tuple[str, bool], Layer] = {}
+    made: dict[tuple[str, bool, bool], Layer] = {}
     layers = []
     for index, kind in enumerate(kinds):
         if kind not in bases:
             raise ConfigError(f"{f.path}layer_types holds {kind[:40]!r}, which {f.type} is not known to have")
-        key = (kind, index in injected)
+        key = (kind, index in injected, index == positions)
         if key not in made:
-            extra = ngram if key[1] else ()
-            needed, stored = bases[kind]
-            made[key] = Layer(needed + extra, {"transformers": stored + extra} if needed != stored else {})
+            states = bases[kind] + (ngram if key[1] else ())
+            made[key] = Layer(states, {"transformers": (*states, PerToken(3, INT64))} if key[2] else {})
         layers.append(made[key])
     return tuple(layers)
 

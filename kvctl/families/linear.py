@@ -310,7 +310,7 @@ def recurrent_gemma(f: Fields) -> Layers:
     """Griffin: gated linear recurrences, and windowed attention every third layer."""
     width = f.optional_number("lru_width") or f.number("hidden_size")
     recurrent = Layer((
-        ConvState(f.number("hidden_size"), f.number("conv1d_width"), fixed_columns=f.number("conv1d_width") - 1),
+        ConvState(width, f.number("conv1d_width"), fixed_columns=f.number("conv1d_width") - 1),
         RecurrentState((width,), FP32, "lru"),
     ))  # fmt: skip
     dim = head_dim(f)

@@ -1,23 +1,19 @@
 """Snapshots in the user's Hub cache.
 
-The folder is computed here, as the Hub client does, so that models that were never
-downloaded (most of them) do not cost the import of the client.
+Every name passes here, and most were never downloaded: the folder is computed as the Hub
+client does, and nothing is imported before it is there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from pathlib import Path
 from types import ModuleType
 
 from kvctl.errors import UsageError
-from kvctl.sources import Found, jsonfile, local
-from kvctl.spec import Provenance
+from kvctl.sources import Found
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
+_CONFIG = "config.json"
 
 
 def client() -> ModuleType:
@@ -27,9 +23,7 @@ def client() -> ModuleType:
     try:
         _ = huggingface_hub.constants.HF_HUB_CACHE  # reads the environment
     except ValueError:
-        raise UsageError(
-            "HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT must be whole numbers of seconds"
-        ) from None
+        raise UsageError("HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT must be whole numbers of seconds") from None
     return huggingface_hub
 
 
@@ -45,7 +39,7 @@ def find(repo: str, revision: str | None = None) -> Found | None:
     if not os.path.isdir(_folder(repo)):
         return None
     try:
-        path = client().try_to_load_from_cache(repo, local.CONFIG, cache_dir=hub_cache(), revision=revision)
+        path = client().try_to_load_from_cache(repo, _CONFIG, cache_dir=hub_cache(), revision=revision)
     except (OSError, ValueError):
         # Unreadable, or no name that the Hub could know: not in the cache.
         return None
@@ -54,7 +48,7 @@ def find(repo: str, revision: str | None = None) -> Found | None:
 
 def newest(repo: str) -> Found | None:
     """The snapshot that was cached last, whatever its revision."""
-    commits = [path for path in _snapshots(repo) if (path / local.CONFIG).is_file()]
+    commits = [path for path in _snapshots(repo) if (path / _CONFIG).is_file()]
     return _snapshot(repo, max(commits, key=lambda path: path.stat().st_mtime)) if commits else None
 
 
@@ -64,11 +58,15 @@ def keep(repo: str, revision: str, commit: str, config: bytes) -> None:
     A file in the snapshot itself is the client's layout where it has no symbolic links.
     A cache that cannot be written is no reason to fail.
     """
-    if not (_COMMIT.fullmatch(commit) and _REVISION.fullmatch(revision)):
+    import contextlib
+    import re
+
+    # Both become names of files.
+    if not re.fullmatch(r"[0-9a-f]{40}", commit) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", revision):
         return
     folder = Path(_folder(repo))
     with contextlib.suppress(OSError):
-        path = folder / "snapshots" / commit / local.CONFIG
+        path = folder / "snapshots" / commit / _CONFIG
         if not path.exists():
             _write(path, config)
         if revision != commit:
@@ -76,6 +74,9 @@ def keep(repo: str, revision: str, commit: str, config: bytes) -> None:
 
 
 def _snapshot(repo: str, folder: Path) -> Found:
+    from kvctl.sources import jsonfile, local
+    from kvctl.spec import Provenance
+
     where = jsonfile.plain(str(folder))
     found = local.read_folder(folder, where)
     return Found(repo, found.config, Provenance("cache", where, folder.name), found.weights, found.notes)

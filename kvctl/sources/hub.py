@@ -58,7 +58,9 @@ def fetch(repo: str, revision: str | None = None, forced: bool = False) -> Found
     if name.lower() != repo.lower():
         notes.append(f"{repo} is now called {name} on the Hub")
     if _needs_remote_code(config):
-        notes.append(f"{name} is defined by code in its repository, which kvctl never runs: read from config.json alone")
+        notes.append(
+            f"{name} is defined by code in its repository, which kvctl never runs: read from config.json alone"
+        )
     weights, unknown = hub.weights(name, answer.commit)
     notes.extend(unknown)
     location = f"{hub.page(name)}/resolve/{quote(answer.commit or revision or 'main', safe='')}/{local.CONFIG}"
@@ -210,9 +212,13 @@ class _Hub:
         try:
             info = self._info(answer.repo or self.repo, answer.commit or self.revision)
         except (KvctlError, _Unreachable):
-            return SourceError(f"{self.repo} has no config.json", hint=f"see its files: {self.page(self.repo)}/tree/main")
+            return SourceError(
+                f"{self.repo} has no config.json", hint=f"see its files: {self.page(self.repo)}/tree/main"
+            )
         siblings = info.get("siblings")
-        files = [file.get("rfilename") for file in siblings if isinstance(file, dict)] if isinstance(siblings, list) else []
+        files = (
+            [file.get("rfilename") for file in siblings if isinstance(file, dict)] if isinstance(siblings, list) else []
+        )
         names = [name for name in files if isinstance(name, str)]
         base: Any = info.get("config")
         for key in ("peft", "base_model_name_or_path"):
@@ -276,7 +282,7 @@ def _check(repo: str, revision: str | None) -> None:
         if address:
             near = [address[1]]
         raise UsageError(
-            f"{jsonfile.plain(repo)!r} is neither a file here nor a name on the Hub",
+            f"{repo[:_LONGEST_NAME]!r} is neither a file here nor a name on the Hub",
             hint=("did you mean " + ", ".join(near) + "?") if near else "a name on the Hub is written org/name",
         )
     if revision is not None and (not revision or not revision.isprintable()):
@@ -299,7 +305,9 @@ def _stand_in(repo: str, revision: str | None, reason: str) -> Found:
             of = "the catalogue" if found.provenance.source == "catalogue" else "the snapshot in the Hub cache"
             return replace(found, notes=(f"{down}: the answer is from {of}", *found.notes))
         near = catalogue.nearest(repo, 3)
-        hint = "near it in the catalogue: " + ", ".join(near) if near else "give its config.json: kvctl size ./config.json"
+        hint = (
+            "near it in the catalogue: " + ", ".join(near) if near else "give its config.json: kvctl size ./config.json"
+        )
         raise SourceError(f"{repo} is neither cached nor in the catalogue, and {down}", hint=hint)
     hint = "give its config.json: kvctl size ./config.json"
     if last is not None or known:
@@ -327,7 +335,7 @@ def _timeout(settings: Any) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise UsageError(f"{TIMEOUT}={jsonfile.plain(text)!s} is not a number of seconds", hint=f"{TIMEOUT}=30")
+        raise UsageError(f"{TIMEOUT}={jsonfile.plain(text)} is not a number of seconds", hint=f"{TIMEOUT}=30")
     return seconds
 
 

@@ -108,7 +108,9 @@ def unreadable(where: str, error: OSError) -> SourceError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return SourceError(f"{where}: no such file or folder", hint="a model on the Hub is written org/name")
     if isinstance(error, PermissionError):
-        return SourceError(f"{where}: permission denied", hint="make it readable, or pipe it: kvctl size - < config.json")
+        return SourceError(
+            f"{where}: permission denied", hint="make it readable, or pipe it: kvctl size - < config.json"
+        )
     reason = os.strerror(error.errno) if error.errno else "cannot be read"
     return SourceError(f"{where}: {reason[:1].lower()}{reason[1:]}")
 

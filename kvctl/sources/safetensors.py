@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.sources import jsonfile
@@ -149,7 +149,7 @@ def _unpacked(counts: Mapping[str, int], parameters: int) -> int | None:
     return None if packed * 4 > sum(counts.values()) else parameters
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

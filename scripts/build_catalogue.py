@@ -1,0 +1,264 @@
+"""Write kvctl/data/catalogue.jsonl, the bundled models, from a file of collected configurations.
+
+    PYTHONPATH=. python scripts/build_catalogue.py MODELS.jsonl
+
+MODELS.jsonl has one object a line: repo_id, config, source, verbatim, and where known
+params_total, params_active, notes, derived_fields, kv_incomplete. Every row is read by
+kvctl's own families. What a row that is no whole config.json leaves out is no class
+default: such a row is kept only where `ACCEPTED` says why each default it rests on is
+right, or where `FIXES` puts the value in; else it stays as `incomplete`, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvctl.errors import KvctlError
+from kvctl.families import find_reader, read_layers, text_fields
+from kvctl.families.fields import Fields
+from kvctl.formats import model_dtype
+from kvctl.model import build_spec
+from kvctl.sources import Found
+from kvctl.spec import ChunkedAttention, FullAttention, LatentAttention, Layer, Provenance, SlidingWindow
+
+OUT = Path(__file__).parent.parent / "kvctl" / "data" / "catalogue.jsonl"
+
+# Keys without bearing on memory, at any depth. A key that is not named here is kept.
+DROP = re.compile(
+    r"_token|token_id|tokens_|^(bos|eos|pad|eod|im|text|video|image)_|_id$|_ids$|_idx$|dropout|pdrop|_act$|act_fn|activation|"
+    r"initializ|_std$|_eps$|epsilon|^rope_|_rope_|rope_theta|rope_param|^rotary_(?!dim)|theta|yarn|original_rope|original_max_pos|"
+    r"bias$|add_\w*bias|vision|audio|image|video|pixel|vit_|patch|projector|mm_|vae|anyres|tile|"
+    r"auto_map|transformers|^_|router|routed_scal|scoring|topk_(group|method)|^n_group$|norm_topk|aux_|seq_aux|loss|"
+    r"layernorm|layer_norm|rms_?norm|norm_(type|eps|head|softmax)|qk_norm|postnorm|residual|softcap|scal(e|ing)|multiplier|"
+    r"mask_|_prob$|spec_augment|layerdrop|suppress|begin_|forced_|beam|length_penalty|temperature|top_[kp]$|typical_p|"
+    r"repeat|repetition|diversity|do_sample|early_stopping|return_dict|output_(att|hid|sco|rout|log)|label|problem_type|"
+    r"pruned|torchscript|tf_legacy|tie_encoder|use_bfloat16|num_return|min_length|^max_length|prefix$|bad_words|"
+    r"exponential_decay|remove_invalid|finetuning|task_specific|summary|chunk_size_feed|init_|jitter|"
+    r"use_cache|cache_implementation|pretraining|sequence_parallel|selective_check|gradient|attn_impl|flash|fused|"
+    r"time_step|hc_|mtp|nextn|swiglu|limit|gating|glu_|_bottleneck|tokenizer|template|select_layer|"
+    r"draft_|default_|checkpoint|_bytes_per_element|config_max|_layers$(?<=full_attention_layers)|"
+    r"(sliding|linear)_attention_layers$|layer_type_counts|formula|mlp_layer_types|moe_layers_enum|"
+    r"ignore_|verbose|sub_configs|base_config|language_model_only|gen_config|is_llama|component_policy|ep_size|"
+    r"noise|dspark|markov|candidate|global_view|alpha$|beta$|interpolat|class_num|num_media|pool_type|"
+    r"drop_tokens|dense_list|moe_(latent|random|apply|shared_expert_overlap|norm)|rescale|use_mamba_kernels|conv_bias|proj_bias|"
+    r"embedding_fraction|expansion_ratio|learned_pos|clip_qkv|interleave|xdrope|position_embedding|"
+    r"gemma_norm|parallel_attn|use_parallel|use_rotary|partial_rot|mrope|hidden_act|w_init|precision|model_version"
+)
+# Kept although DROP names something like it.
+NEEDED = {
+    "cross_attention_layers", "use_bidirectional_attention", "num_media_layers", "max_position_embeddings",
+    "qk_rope_head_dim", "no_rope_layers", "no_rope_layer_interval", "n_positions", "max_source_positions",
+    "max_target_positions", "linear_conv_kernel_dim", "tie_word_embeddings", "mamba_ssm_cache_dtype",
+    "index_skip_topk_offset", "local_layer_ids", "full_attn_idxs",
+}  # fmt: skip
+
+Config = dict[str, Any]
+
+
+class Fix(NamedTuple):
+    """Values put into a row (None: null), keys taken out of it, and why both are certain."""
+
+    why: str
+    put: Mapping[str, Any]
+    drop: tuple[str, ...] = ()
+
+
+# -- what rows leave out, and is certain -----------------------------------------------------
+
+_BLOOM = "hidden size from the exact parameter count (250,880 × h + 12 × layers × h² + …); length from the model card"
+_LLAMA = "a LLaMA by name and shape"
+_NEOX = "a GPT-NeoX by name and shape"
+_WINDOWLESS = "LitGPT gives the window of each Mistral model that has one, and none here"
+_FALCON_H1 = "one group and a kernel of 4: with them the parameter count is exact, at a whole MLP width"
+_NEMOTRON = "eight groups and a kernel of 4: with them the parameter count is exact"
+_T5 = "width of a head from the T5 paper (64; 128 for 3B and 11B)"
+_FLAN = "width of a head of the T5 1.1 family (64)"
+_GEMMA4 = "full layers' shape and the pattern as in the file of the pre-trained model of the same size"
+_FROM_V01 = "window as in Mistral-7B-v0.1, from which it was tuned"
+_SMALL = "no window, as in Mistral-Small-24B-Instruct-2501, of whose line it is"
+
+
+def _typed(model_type: str, why: str, **put: Any) -> Fix:
+    return Fix(f"model_type {model_type}: {why}", {"model_type": model_type, **put})
+
+
+def _bloom(hidden: int) -> Fix:
+    return _typed("bloom", _BLOOM, hidden_size=hidden, seq_length=2048)
+
+
+def _t5(d_kv: int, why: str) -> Fix:
+    return _typed("t5", why, d_kv=d_kv)
+
+
+FIXES: dict[str, Fix] = {
+    "bigscience/bloom": _bloom(14336),
+    "bigscience/bloom-1b1": _bloom(1536),
+    "bigscience/bloom-3b": _bloom(2560),
+    "bigscience/bloom-560m": _bloom(1024),
+    "bigscience/bloom-7b1": _bloom(4096),
+    "bigscience/bloomz": _bloom(14336),
+    "bigscience/bloomz-7b1": _bloom(4096),
+    "codellama/CodeLlama-70b-hf": _typed("llama", _LLAMA),
+    "databricks/dolly-v2-12b": _typed("gpt_neox", "tuned from pythia-12b"),
+    "deepseek-ai/DeepSeek-OCR": Fix(
+        "the language model nested and without a latent, as in deepseek-vl2-tiny, whose shape it has",
+        {"language_config.model_type": "deepseek_v2", "language_config.kv_lora_rank": None,
+         "language_config.num_hidden_layers": 12, "language_config.hidden_size": 1280,
+         "language_config.num_attention_heads": 10, "language_config.num_key_value_heads": 10,
+         "language_config.max_position_embeddings": 8192},
+        ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "max_position_embeddings")),
+    "EleutherAI/pythia-14m": _typed("gpt_neox", _NEOX),
+    "EleutherAI/pythia-70m": _typed("gpt_neox", _NEOX),
+    "google-t5/t5-11b": _t5(128, _T5),
+    "google-t5/t5-3b": _t5(128, _T5),
+    "google-t5/t5-base": _t5(64, _T5),
+    "google-t5/t5-large": _t5(64, _T5),
+    "google-t5/t5-small": _t5(64, _T5),
+    "google/flan-t5-base": _t5(64, _FLAN),
+    "google/flan-t5-large": _t5(64, _FLAN),
+    "google/flan-t5-small": _t5(64, _FLAN),
+    "google/flan-t5-xl": _t5(64, _FLAN),
+    "google/flan-t5-xxl": _t5(64, _FLAN),
+    "google/gemma-2-9b-it": Fix("dtype of the tuned model, from its model card", {"torch_dtype": "bfloat16"}),
+    "google/recurrentgemma-2b": Fix(
+        "one KV head: with it the parameter count is exact (2,682,862,080); with one a query head it is not",
+        {"num_key_value_heads": 1, "head_dim": 256}),
+    "hpcai-tech/grok-1": _typed("grok-1", "by name; the shape is that of xAI's own code"),
+    "HuggingFaceH4/zephyr-7b-beta": Fix(_FROM_V01, {"sliding_window": 4096}),
+    "ibm-granite/granite-4.0-h-small": Fix(
+        "128 heads of 64 in one group: with them the parameter count is exact; attention at the places of "
+        "granite-4.0-h-micro, which has as many layers of each kind",
+        {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1,
+         "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)]}),
+    "keeeeenw/MicroLlama": _typed("llama", _LLAMA),
+    "lmsys/vicuna-13b-v1.5": _typed("llama", "tuned from Llama 2 13B, which is multi-head", num_key_value_heads=40),
+    "lmsys/vicuna-7b-v1.5": _typed("llama", "tuned from Llama 2 7B, which is multi-head", num_key_value_heads=32),
+    "meta-llama/Llama-2-13b-hf": Fix("length of Llama 2; the copy is of an early upload", {"max_position_embeddings": 4096}),
+    "meta-llama/Llama-2-13b-chat-hf": Fix("length of Llama 2; the copy is of an early upload", {"max_position_embeddings": 4096}),
+    "microsoft/phi-1_5": Fix(
+        "keys renamed from phi-msft's to those of the phi class",
+        {"model_type": "phi", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": None,
+         "num_hidden_layers": 24, "max_position_embeddings": 2048},
+        ("n_embd", "n_head", "n_head_kv", "n_layer", "n_positions")),
+    "microsoft/phi-2": Fix(
+        "keys renamed from phi-msft's to those of the phi class",
+        {"model_type": "phi", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": None,
+         "num_hidden_layers": 32, "max_position_embeddings": 2048},
+        ("n_embd", "n_head", "n_head_kv", "n_layer", "n_positions")),
+    "microsoft/Phi-4-mini-reasoning": _typed("phi3", "the source altered it"),
+    "microsoft/Phi-4-reasoning": Fix("no window, as in microsoft/phi-4, from which it was tuned", {"sliding_window": None}),
+    "MiniMaxAI/MiniMax-M3": _typed("minimax_m3_vl_text", "the language model's fields, flat in the source"),
+    "mistral-community/pixtral-12b": Fix(
+        "no window: its decoder is Mistral Nemo", {"text_config.sliding_window": None}),
+    "mistralai/Devstral-Small-2505": Fix(_SMALL, {"sliding_window": None}),
+    "mistralai/mathstral-7B-v0.1": _typed("mistral", _WINDOWLESS, sliding_window=None),
+    "mistralai/Ministral-3-3B-Instruct-2512": _typed("mistral3", "the source renamed the wrapper"),
+    "mistralai/Mistral-7B-Instruct-v0.1": Fix("window as in Mistral-7B-v0.1", {"sliding_window": 4096}),
+    "mistralai/Mistral-7B-v0.1": Fix(
+        "window from the class default, which mirrors this checkpoint; the source took the key out", {"sliding_window": 4096}),
+    "mistralai/Mistral-7B-v0.3": _typed("mistral", _WINDOWLESS, sliding_window=None),
+    "mistralai/Mistral-Large-Instruct-2407": _typed("mistral", _WINDOWLESS, sliding_window=None),
+    "mistralai/Mistral-Large-Instruct-2411": _typed("mistral", _WINDOWLESS, sliding_window=None),
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": Fix(_SMALL, {"sliding_window": None}),
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": Fix("no window, as in Mixtral-8x22B-v0.1", {"sliding_window": None}),
+    "nvidia/Nemotron-H-4B-Base-8K": Fix(
+        _NEMOTRON + ", and so with the width of a head that NVIDIA's class gives (128)",
+        {"n_groups": 8, "conv_kernel": 4, "mamba_head_dim": 64, "head_dim": 128}),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": Fix(_NEMOTRON, {"n_groups": 8, "conv_kernel": 4}),
+    "openai-community/gpt2-large": _typed("gpt2", "by name and keys", n_positions=1024),
+    "openai-community/gpt2-xl": _typed("gpt2", "by name and keys", n_positions=1024),
+    "openlm-research/open_llama_13b": _typed("llama", _LLAMA),
+    "openlm-research/open_llama_3b": _typed("llama", _LLAMA),
+    "openlm-research/open_llama_7b": _typed("llama", _LLAMA),
+    "Qwen/Qwen2.5-Coder-0.5B": _typed("qwen2", "by name and shape"),
+    "Qwen/Qwen2.5-Coder-1.5B": _typed("qwen2", "by name and shape"),
+    "Qwen/Qwen2.5-Coder-3B": _typed("qwen2", "by name and shape"),
+    "rednote-hilab/dots.llm1.base": Fix(
+        "hidden size 4096 and heads of 128 (dots.llm1 report): with them the parameter count is exact; with the class's 4608 it is not",
+        {"hidden_size": 4096, "head_dim": 128, "sliding_window": None}),
+    "stabilityai/FreeWilly2": _typed("llama", "tuned from Llama 2 70B"),
+    "stabilityai/stablelm-base-alpha-7b": _typed("gpt_neox", _NEOX),
+    "swiss-ai/Apertus-8B-Instruct-2509": Fix(
+        "8 KV heads and an MLP of 21,504 (Apertus report): with them the parameter count is exact; with the class's it is not",
+        {"num_key_value_heads": 8, "intermediate_size": 21504}),
+    "teknium/OpenHermes-2.5-Mistral-7B": Fix(_FROM_V01, {"sliding_window": 4096}),
+    "tiiuae/falcon-180B": Fix(
+        "8 KV heads are the new decoder architecture", {"num_kv_heads": 8, "new_decoder_architecture": True},
+        ("num_key_value_heads",)),
+    "tiiuae/Falcon-H1-0.5B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
+    "tiiuae/Falcon-H1-1.5B-Deep-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
+    "tiiuae/Falcon-H1-1.5B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
+    "tiiuae/Falcon-H1-3B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
+    "togethercomputer/GPT-NeoXT-Chat-Base-20B": _typed("gpt_neox", _NEOX),
+    "togethercomputer/LLaMA-2-7B-32K": Fix(
+        "model_type llama: a LLaMA by name and shape; length unknown: 32K by name, 4,096 in the source",
+        {"model_type": "llama", "max_position_embeddings": None}),
+    "WizardLM/WizardCoder-15B-V1.0": _typed("gpt_bigcode", "tuned from StarCoder, which is multi-query", multi_query=True),
+    "xai-org/grok-2": _typed("grok-1", "its class is Grok1ForCausalLM"),
+}  # fmt: skip
+
+# Rows whose file leaves out what the row of the same architecture has: row → (row to copy from, keys).
+_GEMMA4_KEYS = ("layer_types", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
+COPIES: dict[str, str] = {
+    "google/gemma-4-26B-A4B-it": "google/gemma-4-26B-A4B",
+    "google/gemma-4-31B-it": "google/gemma-4-31B",
+    "google/gemma-4-E2B-it": "google/gemma-4-E2B",
+    "google/gemma-4-E4B-it": "google/gemma-4-E4B",
+}
+
+# -- what rows leave out, and is not certain --------------------------------------------------
+
+_WINDOW = "sliding_window is not in the source"
+INCOMPLETE: dict[str, str] = {
+    "bigcode/starcoder2-15b": _WINDOW,
+    "bigcode/starcoder2-3b": _WINDOW,
+    "CohereLabs/North-Mini-Code-1.0": "sliding window and layer pattern are not in the source",
+    "deepseek-ai/DeepSeek-V4-Pro-0813": "head_dim, index_head_dim, sliding_window and compress_ratios are not in the source",
+    "deepseek-ai/DeepSeek-V4.1-Flash": "everything but the number of layers and heads is missing from the source",
+    "google/diffusiongemma-26B-A4B-it": "sliding window, layer pattern and the shape of the full layers are not in the source",
+    "JetBrains/Mellum2-12B-A2.5B-Base": "layer_types are not in the source, and some layers are windowed",
+    "microsoft/Phi-3-medium-128k-instruct": _WINDOW,
+    "microsoft/Phi-3-medium-4k-instruct": _WINDOW,
+    "microsoft/Phi-3-mini-4k-instruct": _WINDOW,
+    "microsoft/Phi-4-mini-flash-reasoning": "Mamba state sizes, sliding window and which layers share a cache are not in the source",
+    "microsoft/Phi-4-multimodal-instruct": _WINDOW,
+    "mistralai/Ministral-8B-Instruct-2410": "sliding window and layer pattern are not in the source",
+    "mistralai/Mistral-Medium-3.5-128B": _WINDOW,
+    "moonshotai/Kimi-VL-A3B-Instruct": "MLA ranks are not in the source",
+    "Motif-Technologies/Motif-2-12.7B-Instruct": "the settings of its grouped differential attention are not in the source",
+    "openbmb/MiniCPM4.1-8B": "the settings of its sparse attention are not in the source",
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": "KV heads and the width of a head are not in the source",
+    "ServiceNow-AI/Apriel-1.6-15b-Thinker": _WINDOW,
+    "skt/A.X-K2": "MLA ranks and the indexer's width are not in the source",
+    "tencent/Hy4-preview": "MLA ranks, the indexer's width and layers are not in the source",
+    "upstage/Solar-Open2-250B": "only a shape is in the source, and the architecture is not known",
+    "XiaomiMiMo/MiMo-V2.5-Pro": "which 10 of its 70 layers are not windowed is not in the source",
+    "Zyphra/ZAYA1-base": "layer kinds and convolution lengths are not in the source",
+    "Zyphra/Zamba2-2.7B": "which layers have attention, and the shape of the Mamba heads, are not in the source",
+}
+
+# Class defaults that do not hold for their checkpoint, though the cache's do: the maximum length is then unknown.
+LENGTH_HOLDS = {
+    "allenai/OLMo-7B-hf", "allenai/OLMoE-1B-7B-0924", "baidu/ERNIE-4.5-0.3B-PT", "baidu/ERNIE-4.5-21B-A3B-PT",
+    "ByteDance-Seed/Seed-OSS-36B-Instruct", "google/gemma-3n-E4B-it", "internlm/internlm3-8b-instruct",
+    "meituan-longcat/LongCat-Flash-Chat", "moonshotai/Kimi-Linear-48B-A3B-Instruct", "swiss-ai/Apertus-8B-Instruct-2509",
+    "upstage/Solar-Open-100B",
+}  # fmt: skip
+
+
+class Accept(NamedTuple):
+    """Fields that rows of some model types (or ids) may leave out, and why nothing hangs on it."""
+
+    types: str
+    fields: str
+    why: str
+
+
+ACCEPTED: tuple[Accept, ...] = ()
