@@ -1,7 +1,5 @@
 """The `kvctl` command: the list of commands, and one mapping from what went wrong to an exit code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, NoReturn

@@ -6,13 +6,11 @@ OCP Microscaling Formats 1.0 (MXFP8, MXFP4); NVIDIA NVFP4 (e2m1 with an e4m3 sca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvctl.errors import UsageError
+from kvctl.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(Record):
     """An unquantised element type: `bytes` an element; `torch` is torch's name for it."""
 
     name: str
@@ -40,8 +38,7 @@ def model_dtype(name: str) -> DType | None:
     return _DTYPE_ALIASES.get(name.lower().removeprefix("torch."))
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFormat:
+class CacheFormat(Record):
     """How keys or values are stored: `block_bytes` for every `block` elements of a row.
 
     A row is what one token holds in one layer, all KV heads together; a row that does

@@ -240,7 +240,7 @@ def _console() -> Console:
     width = None
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
         width = _PIPE_WIDTH
-    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+    return Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
 
 
 def _bar(part: int, whole: int, width: int = 16) -> str:

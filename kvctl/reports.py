@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvctl import __version__
+from kvctl.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class StateRow:
+class StateRow(Record):
     """One kind of state over all layers that hold it."""
 
     kind: str
@@ -24,8 +23,7 @@ class StateRow:
         return {"kind": self.kind, "count": self.count, "tokens": self.tokens, "bytes": self.bytes}
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRow:
+class LayerRow(Record):
     """One layer, with the states it holds."""
 
     index: int
@@ -46,8 +44,7 @@ class LayerRow:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(Record):
     """Which model, and where the facts came from."""
 
     id: str
@@ -72,8 +69,7 @@ class ModelInfo:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
+class Formula(Record):
     """How the bytes of one group of equal layers come about, with numbers put in."""
 
     layers: int
@@ -82,8 +78,7 @@ class Formula:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SizeResult:
+class SizeResult(Record):
     """The cache of one model for one workload under one engine's rules."""
 
     model: ModelInfo
@@ -151,13 +146,12 @@ class SizeResult:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class SizeReport:
+class SizeReport(Record):
     """Everything one `kvctl size` run answers."""
 
     results: tuple[SizeResult, ...]
     schema: str = "kvctl.size/1"
-    version: str = field(default=__version__)
+    version: str = __version__
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from kvctl import explain
 from kvctl.engines import Engine
 from kvctl.formats import BF16, CacheFormat, DType, plain
+from kvctl.record import Record
 from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
 from kvctl.spec import Formats, Layer, ModelSpec, Workload
+
+if TYPE_CHECKING:
+    from kvctl.spec import Rational
 
 DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
 
 
-@dataclass(frozen=True, slots=True)
-class SizePlan:
+class SizePlan(Record):
     """What to size a model for; None stands for "as the model says"."""
 
     engine: Engine
@@ -61,7 +63,8 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     copies = plan.sequences * plan.beams
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
-    growth, growing, total = Fraction(0), 0, 0
+    growth: Rational = 0
+    growing, total = 0, 0
     rows_of: dict[int, tuple[StateRow, ...]] = {}
     for layer, count in spec.groups:
         rows: dict[tuple[str, int], int] = {}

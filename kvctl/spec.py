@@ -8,16 +8,28 @@ Everything is integer arithmetic on frozen facts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvctl.formats import CacheFormat, DType
+from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+    Rational = int | Fraction
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+def fraction(numerator: int, denominator: int) -> Rational:
+    """An exact quotient; a plain int where it is whole (importing fractions costs start-up)."""
+    if numerator % denominator == 0:
+        return numerator // denominator
+    from fractions import Fraction
+
+    return Fraction(numerator, denominator)
+
+
+class Workload(Record):
     """What the cache has to hold: token positions of one sequence, and how many sequences."""
 
     context: int
@@ -28,8 +40,7 @@ class Workload:
     beams: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Formats:
+class Formats(Record):
     """The model's dtype, and the formats of keys (and latents) and of values."""
 
     model: DType
@@ -37,8 +48,7 @@ class Formats:
     value: CacheFormat
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Record):
     """How an implementation keeps windows and convolutions.
 
     `window_slack`: positions of a window that are not kept (the newest query brings its own).
@@ -55,8 +65,7 @@ class Retention:
         return min(tokens, kept) if kept > 0 else tokens
 
 
-@dataclass(frozen=True, slots=True)
-class LayerState:
+class LayerState(Record):
     """One kind of state that one layer keeps for one sequence."""
 
     kind: ClassVar[str]
@@ -75,13 +84,12 @@ class LayerState:
         """Bytes of one position."""
         raise NotImplementedError
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
         """Bytes that one more token adds at this context; exact, 0 once nothing grows."""
         one_more = Workload(work.context + 1, 1, work.encoder)
-        return Fraction((self.tokens(one_more, keep) - self.tokens(work, keep)) * self.row(fmt))
+        return (self.tokens(one_more, keep) - self.tokens(work, keep)) * self.row(fmt)
 
 
-@dataclass(frozen=True, slots=True)
 class Attention(LayerState):
     """Keys [kv_heads, key_dim] and values [kv_heads, value_dim] for every position held."""
 
@@ -94,7 +102,6 @@ class Attention(LayerState):
         return fmt.key.row_bytes(heads * self.key_dim, heads) + fmt.value.row_bytes(heads * self.value_dim, heads)
 
 
-@dataclass(frozen=True, slots=True)
 class FullAttention(Attention):
     """Every token so far, and `prefix` positions that a model puts before them."""
 
@@ -105,7 +112,6 @@ class FullAttention(Attention):
         return work.context + self.prefix
 
 
-@dataclass(frozen=True, slots=True)
 class SlidingWindow(Attention):
     """The newest `window` tokens."""
 
@@ -116,7 +122,6 @@ class SlidingWindow(Attention):
         return keep.window(work.context, self.window)
 
 
-@dataclass(frozen=True, slots=True)
 class ChunkedAttention(Attention):
     """The tokens of the current chunk: at most `chunk`."""
 
@@ -127,7 +132,6 @@ class ChunkedAttention(Attention):
         return keep.window(work.context, self.chunk)
 
 
-@dataclass(frozen=True, slots=True)
 class CrossAttention(Attention):
     """Every position of the encoder (or of the image, for vision cross layers)."""
 
@@ -138,7 +142,6 @@ class CrossAttention(Attention):
         return work.encoder
 
 
-@dataclass(frozen=True, slots=True)
 class LatentAttention(LayerState):
     """One compressed latent [latent] and one rotary key [rope] a token, for all heads."""
 
@@ -155,7 +158,6 @@ class LatentAttention(LayerState):
         return fmt.key.row_bytes(self.latent + self.rope)
 
 
-@dataclass(frozen=True, slots=True)
 class Indexer(LayerState):
     """Keys of a sparse attention's indexer, [dim] every `stride` tokens, in the model's dtype."""
 
@@ -170,11 +172,10 @@ class Indexer(LayerState):
     def row(self, fmt: Formats) -> int:
         return self.dim * (self.dtype or fmt.model).bytes
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
-        return Fraction(self.row(fmt), self.stride)
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
+        return fraction(self.row(fmt), self.stride)
 
 
-@dataclass(frozen=True, slots=True)
 class CompressedAttention(LayerState):
     """One entry [dim], key and value at once, for every `ratio` tokens."""
 
@@ -188,11 +189,10 @@ class CompressedAttention(LayerState):
     def row(self, fmt: Formats) -> int:
         return fmt.key.row_bytes(self.dim)
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
-        return Fraction(self.row(fmt), self.ratio)
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
+        return fraction(self.row(fmt), self.ratio)
 
 
-@dataclass(frozen=True, slots=True)
 class PerToken(LayerState):
     """Bookkeeping an implementation stores with each position: `elements` of `dtype` (None: the model's)."""
 
@@ -207,7 +207,6 @@ class PerToken(LayerState):
         return self.elements * (self.dtype or fmt.model).bytes
 
 
-@dataclass(frozen=True, slots=True)
 class ConvState(LayerState):
     """The last columns of a causal convolution's input, [channels, kernel − slack].
 
@@ -229,11 +228,10 @@ class ConvState(LayerState):
     def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
         return self.channels * self.columns(keep) * (self.dtype or fmt.model).bytes
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
-        return Fraction(0)
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
+        return 0
 
 
-@dataclass(frozen=True, slots=True)
 class RecurrentState(LayerState):
     """A tensor of fixed `shape` that replaces a growing cache; dtype None is the model's."""
 
@@ -255,11 +253,10 @@ class RecurrentState(LayerState):
     def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
         return self.elements * (self.dtype or fmt.model).bytes
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
-        return Fraction(0)
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
+        return 0
 
 
-@dataclass(frozen=True, slots=True)
 class Empty(LayerState):
     """Nothing of its own."""
 
@@ -269,11 +266,10 @@ class Empty(LayerState):
     def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
         return 0
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
-        return Fraction(0)
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
+        return 0
 
 
-@dataclass(frozen=True, slots=True)
 class Shared(Empty):
     """Reads the cache of another layer (`of`: its index, where the config says it)."""
 
@@ -281,15 +277,13 @@ class Shared(Empty):
     kind: ClassVar[str] = "shared"
 
 
-@dataclass(frozen=True, slots=True)
 class NoState(Empty):
     """A layer without a cache: MLP, mixture of experts."""
 
     kind: ClassVar[str] = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Record):
     """One layer: what the architecture needs, and what an engine stores where that differs.
 
     `stored` holds, by engine name, the states that an engine really keeps for this layer
@@ -297,7 +291,7 @@ class Layer:
     """
 
     states: tuple[LayerState, ...]
-    stored: Mapping[str, tuple[LayerState, ...]] = field(default_factory=dict)
+    stored: Mapping[str, tuple[LayerState, ...]] = {}
     note: str = ""
 
     def states_in(self, engine: str) -> tuple[LayerState, ...]:
@@ -305,8 +299,7 @@ class Layer:
         return self.stored.get(engine, self.states) if self.stored else self.states
 
 
-@dataclass(frozen=True)
-class Provenance:
+class Provenance(Record):
     """Where a model's facts came from."""
 
     source: str
@@ -315,8 +308,7 @@ class Provenance:
     revision: str | None = None
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(Record):
     """Bytes of the weights and how they are known; parameters may be unknown."""
 
     bytes: int
@@ -324,8 +316,7 @@ class Weights:
     source: str
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Record):
     """A model as kvctl sees it: layers and the facts around them; nothing here is guessed."""
 
     id: str
@@ -335,7 +326,7 @@ class ModelSpec:
     max_context: int | None
     provenance: Provenance
     weights: Weights | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = {}
     notes: Sequence[str] = ()
     naive: Naive | None = None
     default_encoder: int | None = None
@@ -361,8 +352,7 @@ class ModelSpec:
         return tuple((first[key], count) for key, count in counts.items())
 
 
-@dataclass(frozen=True)
-class Naive:
+class Naive(Record):
     """The numbers a one-line calculator would multiply: 2 × layers × KV heads × head dim."""
 
     layers: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from kvctl.errors import UsageError
 
@@ -19,12 +18,14 @@ def parse_tokens(text: str, *, what: str = "--ctx") -> int:
     match = _TOKENS.fullmatch(text.strip().replace(",", "").replace("_", "")) if len(text) <= 40 else None
     if match is None:
         raise UsageError(f"{what}: {text[:40]!r} is not a number of tokens", hint="write 4096, 4k or 1m (k is 1,024)")
-    number = Fraction(match[1]) * _TOKEN_FACTORS[match[2].lower()]
-    if number.denominator != 1:
-        raise UsageError(f"{what}: {text!r} is {float(number):g} tokens, not a whole number")
+    whole, _, decimals = match[1].partition(".")
+    scale = 10 ** len(decimals)
+    number, rest = divmod(int(whole + decimals) * _TOKEN_FACTORS[match[2].lower()], scale)
+    if rest:
+        raise UsageError(f"{what}: {text!r} is not a whole number of tokens")
     if not 0 <= number <= MAX_TOKENS:
         raise UsageError(f"{what}: {text!r} is out of range", hint=f"at most {MAX_TOKENS:,} tokens")
-    return int(number)
+    return number
 
 
 def parse_token_list(text: str, *, what: str = "--ctx") -> tuple[int, ...]:
@@ -48,8 +49,7 @@ def _number(value: float) -> str:
     if value == int(value):
         return f"{int(value):,}"
     digits = 2 if value < 100 else 1
-    text = f"{value:,.{digits}f}"
-    return text
+    return f"{value:,.{digits}f}"
 
 
 def format_tokens(count: int) -> str:

@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 from kvctl.errors import KvctlError
 from kvctl.families import find_reader, read_layers, text_fields
 from kvctl.families.fields import Fields
-from kvctl.formats import model_dtype
+from kvctl.model import _LENGTHS as LENGTHS
 from kvctl.model import build_spec
 from kvctl.sources import Found
-from kvctl.spec import ChunkedAttention, FullAttention, LatentAttention, Layer, Provenance, SlidingWindow
+from kvctl.spec import ChunkedAttention, FullAttention, LatentAttention, Layer, ModelSpec, Provenance, SlidingWindow
 
 OUT = Path(__file__).parent.parent / "kvctl" / "data" / "catalogue.jsonl"
 
 # Keys without bearing on memory, at any depth. A key that is not named here is kept.
 DROP = re.compile(
-    r"_token|token_id|tokens_|^(bos|eos|pad|eod|im|text|video|image)_|_id$|_ids$|_idx$|dropout|pdrop|_act$|act_fn|activation|"
+    r"_token|token_id|tokens_|^(bos|eos|pad|eod|im)_|_id$|_ids$|_idx$|dropout|pdrop|_act$|act_fn|activation|"
     r"initializ|_std$|_eps$|epsilon|^rope_|_rope_|rope_theta|rope_param|^rotary_(?!dim)|theta|yarn|original_rope|original_max_pos|"
     r"bias$|add_\w*bias|vision|audio|image|video|pixel|vit_|patch|projector|mm_|vae|anyres|tile|"
     r"auto_map|transformers|^_|router|routed_scal|scoring|topk_(group|method)|^n_group$|norm_topk|aux_|seq_aux|loss|"
@@ -42,21 +42,37 @@ DROP = re.compile(
     r"exponential_decay|remove_invalid|finetuning|task_specific|summary|chunk_size_feed|init_|jitter|"
     r"use_cache|cache_implementation|pretraining|sequence_parallel|selective_check|gradient|attn_impl|flash|fused|"
     r"time_step|hc_|mtp|nextn|swiglu|limit|gating|glu_|_bottleneck|tokenizer|template|select_layer|"
-    r"draft_|default_|checkpoint|_bytes_per_element|config_max|_layers$(?<=full_attention_layers)|"
-    r"(sliding|linear)_attention_layers$|layer_type_counts|formula|mlp_layer_types|moe_layers_enum|"
+    r"draft_|default_|checkpoint|_bytes_per_element|config_max|^(full|sliding|linear)_attention_layers$|"
+    r"layer_type_counts|formula|mlp_layer_types|moe_layers_enum|"
     r"ignore_|verbose|sub_configs|base_config|language_model_only|gen_config|is_llama|component_policy|ep_size|"
     r"noise|dspark|markov|candidate|global_view|alpha$|beta$|interpolat|class_num|num_media|pool_type|"
     r"drop_tokens|dense_list|moe_(latent|random|apply|shared_expert_overlap|norm)|rescale|use_mamba_kernels|conv_bias|proj_bias|"
     r"embedding_fraction|expansion_ratio|learned_pos|clip_qkv|interleave|xdrope|position_embedding|"
+    r"architectures|^tie_|xavier|auto_adjust|multiple_of|use_(thumbnail|backbone|llm_lora|dynamic|logn|pos_enc|weighted|moe|mixed)|"
+    r"add_class|att_impl|score_func|softmax_in|for_llm|lm_head|rm_head|median_filter|mel_bins|ps_version|logits_to_keep|"
+    r"gate_lower|_gate$|use_grouped|norm_expert|renorm|enable_moe|qk_ln|logits_soft|query_pre_attn|downsample|runner_|"
     r"gemma_norm|parallel_attn|use_parallel|use_rotary|partial_rot|mrope|hidden_act|w_init|precision|model_version"
 )
 # Kept although DROP names something like it.
 NEEDED = {
     "cross_attention_layers", "use_bidirectional_attention", "num_media_layers", "max_position_embeddings",
     "qk_rope_head_dim", "no_rope_layers", "no_rope_layer_interval", "n_positions", "max_source_positions",
-    "max_target_positions", "linear_conv_kernel_dim", "tie_word_embeddings", "mamba_ssm_cache_dtype",
+    "max_target_positions", "linear_conv_kernel_dim", "mamba_ssm_cache_dtype",
     "index_skip_topk_offset", "local_layer_ids", "full_attn_idxs",
 }  # fmt: skip
+
+# Long names of sources, as the catalogue writes them.
+SOURCES = (
+    (
+        re.compile(r"package:llmfit==([\d.]+): model table embedded in the binary \(rows scraped from the hub\)"),
+        r"llmfit \1, model table",
+    ),
+    (
+        re.compile(r"package:aiconfigurator-core==([\d.]+):aiconfigurator_core/model_configs/"),
+        r"aiconfigurator-core \1: ",
+    ),
+    (re.compile(r"package:([\w-]+)==([\d.]+):(?:transformers/models/\w+/)?"), r"\1 \2: "),
+)
 
 Config = dict[str, Any]
 
@@ -93,7 +109,8 @@ def _bloom(hidden: int) -> Fix:
 
 
 def _t5(d_kv: int, why: str) -> Fix:
-    return _typed("t5", why, d_kv=d_kv)
+    # "T5WithLMHeadModel" is an old name of the whole encoder-decoder, not of a decoder alone.
+    return Fix(f"model_type t5: {why}", {"model_type": "t5", "d_kv": d_kv}, ("architectures",))
 
 
 FIXES: dict[str, Fix] = {
@@ -192,6 +209,8 @@ FIXES: dict[str, Fix] = {
     "tiiuae/falcon-180B": Fix(
         "8 KV heads are the new decoder architecture", {"num_kv_heads": 8, "new_decoder_architecture": True},
         ("num_key_value_heads",)),
+    "tiiuae/falcon-40b": Fix("length from the model card", {"max_position_embeddings": 2048}),
+    "tiiuae/falcon-7b": Fix("length from the model card", {"max_position_embeddings": 2048}),
     "tiiuae/Falcon-H1-0.5B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
     "tiiuae/Falcon-H1-1.5B-Deep-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
     "tiiuae/Falcon-H1-1.5B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
@@ -254,11 +273,313 @@ LENGTH_HOLDS = {
 
 
 class Accept(NamedTuple):
-    """Fields that rows of some model types (or ids) may leave out, and why nothing hangs on it."""
+    """Fields that rows of some model types may leave out, and why nothing hangs on it."""
 
     types: str
     fields: str
     why: str
 
 
-ACCEPTED: tuple[Accept, ...] = ()
+_OTHER_FIELDS = "layers_block_type per_layer_config"
+_PATTERN_FIELDS = "layer_types " + _OTHER_FIELDS
+_WINDOW_FIELDS = "sliding_window attention_chunk_size " + _PATTERN_FIELDS
+
+ACCEPTED: tuple[Accept, ...] = (
+    Accept("apertus arcee arctic bailing_moe bitnet cohere ernie4_5 ernie4_5_moe gemma glm4 glm4_moe glm4v_moe_text "
+           "glm4v_text granite granitemoe grok-1 hunyuan hunyuan_v1_dense hy_v3 internlm2 internlm3 iquestcoder "
+           "llada2_moe llama mimo minicpm minimax_m2 nemotron olmo olmo2 olmoe phi qwen3_vl_moe_text qwen3_vl_text "
+           "sarvam_moe seed_oss solar_open stablelm", _WINDOW_FIELDS, "full attention in every layer, by architecture"),
+    Accept("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 mistral4 sarvam_mla telechat3", _PATTERN_FIELDS,
+           "a latent in every layer, by architecture"),
+    Accept("mistral mixtral phi3", "attention_chunk_size " + _PATTERN_FIELDS, "all layers alike; the row has the window"),
+    Accept("qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen3 qwen3_moe", "use_sliding_window attention_chunk_size "
+           + _PATTERN_FIELDS, "the window is off in every published file of these types; then all layers are full"),
+    Accept("cohere2", "sliding_window_pattern " + _PATTERN_FIELDS, "every 4th layer is full; the row's counts agree"),
+    Accept("gemma2", _PATTERN_FIELDS, "every 2nd layer is full, by architecture"),
+    Accept("gemma3_text", "use_bidirectional_attention " + _PATTERN_FIELDS, "a decoder; the row has the pattern"),
+    Accept("gemma4_text", "use_bidirectional_attention", "a decoder"),
+    Accept("afmoe dots1 gemma3n_text gpt_oss granitemoehybrid jamba kimi_linear laguna lfm2 lfm2_moe minimax_m1 "
+           "minimax_text_01 olmo3 smollm3 step3p5", _OTHER_FIELDS, "the row has the pattern, or the window is off"),
+    Accept("deepseek_v4 deepseek_ref", "compress_rates compressed_sparse_attention heavily_compressed_attention "
+           "compress_rate_csa compress_rate_hca " + _PATTERN_FIELDS, "the row has compress_ratios"),
+    Accept("glm5_next_text", "head_dim index_skip_topk_offset index_topk_freq index_topk_pattern linear_attn_config "
+           "num_heads short_conv_kernel_size " + _OTHER_FIELDS, "other spellings; the row has the class's own"),
+    Accept("inkling_text", "local_layer_ids " + _PATTERN_FIELDS, "every 6th layer is full; the row's counts agree"),
+    Accept("mimo_v2", "hybrid_layer_pattern " + _PATTERN_FIELDS, "the first and every 6th layer are full; the row's counts agree"),
+    Accept("minimax_m3_vl_text", _PATTERN_FIELDS, "the row lists the sparse layers"),
+    Accept("nemotron_h", "mamba_d_conv mamba_n_groups " + _OTHER_FIELDS, "other spellings of what the row has"),
+    Accept("nemotron_h", "mamba_ssm_cache_dtype", "float32 in the reference implementation"),
+    Accept("qwen3_next qwen3_5_text qwen3_5_moe_text", "full_attention_interval " + _PATTERN_FIELDS,
+           "every 4th layer has attention, by architecture; where the row has counts they agree"),
+    Accept("mamba", "intermediate_size", "expand × hidden_size"),
+    Accept("mpt", "attn_config attn_type", "multi-head, says the model card"),
+    Accept("gpt2", "add_cross_attention", "a decoder alone"),
+    Accept("t5", "num_decoder_layers architectures is_encoder_decoder", "an encoder-decoder with two stacks of equal depth"),
+    Accept("qwen", "kv_channels", "the row has head_dim"),
+    Accept("ernie4_5_moe granitemoehybrid hunyuan hunyuan_image_3_moe jamba lfm2 lfm2_moe llama nemotron-nas olmo olmo3 "
+           "olmoe phi phi3 qwen2 qwen2_moe smollm3 apertus", "head_dim", "the hidden size over the query heads, in these models"),
+)  # fmt: skip
+_ACCEPTED = {(kind, field) for accept in ACCEPTED for kind in accept.types.split() for field in accept.fields.split()}
+
+# Types without a family, whose rows are no whole file: full attention by what is published about them.
+STANDARD = {"ernie4_5_moe_vl", "interns1", "hunyuan_image_3_moe"}
+
+# -- weights -----------------------------------------------------------------------------------
+
+_QUANTISED_NAME = re.compile(r"fp8|nvfp4|4bit|int4|awq|gptq", re.IGNORECASE)
+# Published quantised: a row that is no whole file may have lost its quantization_config.
+_QUANTISED_TYPES = {"deepseek_v3", "deepseek_v4", "deepseek_ref", "kimi_k2", "kimi_k25", "minimax_m2", "minimax_m3_vl_text",
+                    "mimo_v2", "gpt_oss", "telechat3", "laguna", "step3p7"}  # fmt: skip
+KNOWN_WEIGHTS = {
+    "deepseek-ai/DeepSeek-V3": [
+        round(641.3 * 2**30),
+        "catalogue: estimate, 641.3 GiB (fp8, block scales, embeddings in bf16)",
+    ],
+}
+
+# -- shapes that articles use, of models that nobody published ------------------------------------
+
+_NOBODY = "no model {} is published: this is a reference shape, {}; nearest published models: {}"
+
+
+def _reference(name: str, layers: int, heads: int, kv_heads: int, near: str) -> Config:
+    shape = f"{layers} layers × {kv_heads} KV heads × 128"
+    return {
+        "id": name,
+        "reference": True,
+        "verbatim": True,
+        "source": "reference shape of articles on KV cache sizes",
+        "notes": [_NOBODY.format(name, shape, near)],
+        "config": {
+            "model_type": "llama", "num_hidden_layers": layers, "hidden_size": heads * 128, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": 128, "max_position_embeddings": None, "torch_dtype": "bfloat16",
+        },
+    }  # fmt: skip
+
+
+REFERENCES = (
+    _reference(
+        "Llama-4-70B", 80, 64, 64, "meta-llama/Llama-3.3-70B-Instruct, meta-llama/Llama-4-Scout-17B-16E-Instruct"
+    ),
+    _reference("Qwen3-72B", 80, 64, 8, "Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3-32B, Qwen/Qwen3-235B-A22B"),
+    _reference("Qwen3-7B", 32, 32, 32, "Qwen/Qwen3-8B, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-4B"),
+    _reference("Qwen3.5-72B", 80, 64, 8, "Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3.5-27B, Qwen/Qwen3.5-122B-A10B"),
+)
+
+# -- building ------------------------------------------------------------------------------------
+
+
+def slim(config: Mapping[str, Any]) -> Config:
+    """The keys with bearing on memory, at every depth."""
+    out: Config = {}
+    for key, value in config.items():
+        if key == "quantization_config" and isinstance(value, dict):
+            out[key] = {k: v for k, v in value.items() if k in ("quant_method", "quant_algo", "bits", "format")}
+        elif key == "block_configs":
+            out[key] = [
+                {"attention": {k: v for k, v in block["attention"].items() if k in _BLOCK and v}} for block in value
+            ]
+        elif key in NEEDED or not DROP.search(key):
+            out[key] = slim(value) if isinstance(value, dict) else value
+    return out
+
+
+_BLOCK = ("n_heads_in_group", "no_op", "replace_with_linear", "window_length", "num_sink_tokens", "sparsify")
+
+
+def without_rules(name: str, config: Config) -> Config:
+    """Leave out the lists that only spell out what the class's own rule comes to."""
+    for key in ("layer_types", "layers_block_type", "indexer_types", "no_rope_layers"):
+        for path in (key, "text_config." + key):
+            parent, _, last = path.rpartition(".")
+            part = config.get(parent) if parent else config
+            if isinstance(part, dict) and part.get(last):
+                shorter = json.loads(json.dumps(config))
+                del (shorter[parent] if parent else shorter)[last]
+                if same(name, config, shorter):
+                    config = shorter
+    return config
+
+
+def put(config: Config, path: str, value: Any) -> None:
+    """Set a key, dotted for nested ones."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config[last] = value
+
+
+def fixed(row: Config, rows: Mapping[str, Config]) -> tuple[Config, list[str]]:
+    """A row's configuration with what is certain put in, and the reasons."""
+    name, config, why = row["repo_id"], json.loads(json.dumps(row["config"])), list(row.get("derived_fields") or ())
+    fix = FIXES.get(name)
+    if fix is not None:
+        for path, value in fix.put.items():
+            put(config, path, value)
+        for key in fix.drop:
+            config.pop(key, None)
+        why.append(fix.why)
+    if name in COPIES:
+        model = rows[COPIES[name]]["config"]["text_config"]
+        for key in _GEMMA4_KEYS:
+            config["text_config"][key] = model[key]
+        why.append(f"{_GEMMA4}, {COPIES[name]}")
+    return config, why
+
+
+def reason_against(row: Config, config: Config) -> str | None:
+    """Why a row cannot stand: what it leaves out, or what contradicts it."""
+    name = row["repo_id"]
+    if name in INCOMPLETE:
+        return INCOMPLETE[name]
+    if row.get("kv_incomplete"):
+        return str(row["kv_incomplete"])
+    root = Fields(config)
+    text = text_fields(root)
+    if (
+        find_reader(root.type) is not None
+        and isinstance(config.get("text_config"), dict)
+        and "num_hidden_layers" in config["text_config"]
+    ):
+        raise SystemExit(f"{name}: {root.type} is read flat, and there is a text_config")
+    try:
+        layers = read_layers(root)
+    except KvctlError as err:
+        return f"kvctl does not read it: {err.message}"
+    if is_whole(row):
+        return None
+    if find_reader(text.type) is None and text.type not in STANDARD:
+        return f"only a shape is in the source, and the architecture {text.type} is not known"
+    missing = sorted(
+        {path.rpartition(".")[2] for path, origin in root.read.items() if origin != "config"}
+        - {field for kind, field in _ACCEPTED if kind == text.type}
+    )
+    if missing:
+        return f"not in the source: {', '.join(missing)}"
+    return against_counts(config, layers)
+
+
+def against_counts(config: Config, layers: tuple[Layer, ...]) -> str | None:
+    """Some sources count layers of each kind: the rule of the class must come to the same."""
+    kinds: Counter[str] = Counter()
+    for layer in layers:
+        windowed = any(isinstance(state, SlidingWindow | ChunkedAttention) for state in layer.states)
+        full = any(isinstance(state, FullAttention | LatentAttention) for state in layer.states)
+        kinds["sliding" if windowed else "full" if full else "linear"] += 1
+    for kind in ("full", "sliding", "linear"):
+        count = config.get(f"{kind}_attention_layers")
+        if isinstance(count, int) and count != kinds[kind]:
+            return f"the class's pattern has {kinds[kind]} layers of {kind} attention, the source counts {count}"
+    return None
+
+
+def is_whole(row: Config) -> bool:
+    """True where the configuration is the model's own file, with nothing but the defaults left out."""
+    return bool(row["verbatim"]) and row["repo_id"] not in COPIES
+
+
+def unknown_lengths(row: Config, config: Config) -> None:
+    """Put null where a maximum length would be a class default that nothing vouches for."""
+    from_class = "class defaults" in row.get("notes", "")
+    if is_whole(row) or row["repo_id"] in LENGTH_HOLDS:
+        return
+    text = text_fields(Fields(config))
+    for length in LENGTHS:
+        if text.get(length) is not None and (
+            from_class or text.read[text.path + text.stored_name(length)] == "default"
+        ):
+            put(config, text.path + length, None)
+
+
+def weight_dtype(row: Config, config: Config) -> str | None:
+    """The dtype of the weights, where the checkpoint is not quantised."""
+    if (
+        "quantization_config" in json.dumps(config)
+        or "expert_dtype" in config
+        or _QUANTISED_NAME.search(row["repo_id"])
+    ):
+        return None
+    if not row["verbatim"] and config.get("model_type") in _QUANTISED_TYPES:
+        return None
+    dtype = spec_of(row["repo_id"], config).dtype
+    return None if dtype is None else dtype.name
+
+
+def entry(row: Config, rows: Mapping[str, Config]) -> Config:
+    """One line of the catalogue."""
+    name = row["repo_id"]
+    config, why = fixed(row, rows)
+    source = row["source"]
+    for long, short in SOURCES:
+        source = long.sub(short, source)
+    facts = {"parameters": row.get("params_total"), "active": row.get("params_active"), "source": source}
+    against = reason_against(row, config)
+    if against:
+        return {"id": name, "incomplete": against, "model_type": config.get("model_type")} | {
+            k: v for k, v in facts.items() if v
+        }
+    unknown_lengths(row, config)
+    notes = ["the name was inferred from the shape"] if "name inferred" in row.get("notes", "") else []
+    if why:
+        notes.append("derived, not quoted: " + "; ".join(why))
+    kept = without_rules(name, slim(config))
+    if not same(name, config, kept):
+        raise SystemExit(f"{name}: a key that counts was dropped")
+    facts |= {
+        "verbatim": is_whole(row) and name not in FIXES,
+        "weight_dtype": weight_dtype(row, config),
+        "weights": KNOWN_WEIGHTS.get(name),
+        "max_context": spec_of(name, config).max_context,
+        "notes": notes,
+        "config": kept,
+    }
+    return {"id": name} | {key: value for key, value in facts.items() if value}
+
+
+def spec_of(name: str, config: Config) -> ModelSpec:
+    return build_spec(Found(name, config, Provenance("catalogue", "")))
+
+
+def same(name: str, one: Config, other: Config) -> bool:
+    """Whether two configurations come to the same for all that kvctl says."""
+    a, b = spec_of(name, one), spec_of(name, other)
+    return (a.layers, a.dtype, a.max_context, a.naive, a.default_encoder) == (
+        b.layers,
+        b.dtype,
+        b.max_context,
+        b.naive,
+        b.default_encoder,
+    )
+
+
+def lines(rows: Mapping[str, Config]) -> Iterator[Config]:
+    for name in sorted(rows, key=str.casefold):
+        yield entry(rows[name], rows)
+    yield from REFERENCES
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    read = [json.loads(line) for line in Path(sys.argv[1]).read_text("utf-8").splitlines()]
+    rows = {row["repo_id"]: row for row in read}
+    for name in [*FIXES, *COPIES, *INCOMPLETE, *LENGTH_HOLDS, *KNOWN_WEIGHTS]:
+        if name not in rows:
+            raise SystemExit(f"{name} is named in this script and not in the file")
+    entries = list(lines(rows))
+    incomplete = [line for line in entries if "incomplete" in line]
+    header = {
+        "catalogue": 1,
+        "models": len(entries) - len(incomplete),
+        "incomplete": len(incomplete),
+        "about": "configurations of published models, each with its source; written by scripts/build_catalogue.py",
+    }
+    text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in [header, *entries])
+    OUT.write_text(text, "utf-8")
+    print(f"{header['models']} models, {len(incomplete)} incomplete, {len(text.encode()):,} bytes", file=sys.stderr)
+    for line in incomplete:
+        print(f"  {line['id']}: {line['incomplete']}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -67,8 +67,8 @@ ABOUT = {
         "to the byte. MODEL may be a path, and is then read from there. A name is looked up in the Hub's cache on "
         "this machine, then in the catalogue that comes with kvctl, then on the Hub; the output says which of them "
         "answered. Several models or contexts are compared in one table.",
-        "In token counts k stands for 1,024 and m for 1,048,576. Memory is printed in GiB (1,073,741,824 bytes), "
-        "and everywhere but in tables as exact bytes.",
+        "In token counts k stands for 1,024 and m for 1,048,576. Sizes are printed in binary units "
+        "(1 GiB is 1,073,741,824 bytes), and as exact bytes wherever they are to be used further.",
     ),
 }
 
@@ -228,8 +228,9 @@ LISTED_MODEL = obj(
         "model_type": of(["string", "null"], "Architecture, in the words of its configuration."),
         "parameters": maybe(whole("Number of parameters.")),
         "max_context": maybe(whole("The model's own maximum, in tokens.")),
+        "incomplete": of(["string", "null"], "Why it cannot be sized from the catalogue; null where it can."),
     },
-    optional=("model_type", "parameters", "max_context"),
+    optional=("incomplete",),
 )
 
 VERSION = of("string", "Version of kvctl that wrote this.")
@@ -290,8 +291,9 @@ class Param:
 
     @property
     def summary(self) -> str:
-        """The first sentence, for menus of a shell."""
-        return textwrap.shorten(re.split(r"(?<=\w)[.:;] ", self.raw.help or "")[0].rstrip("."), 72, placeholder=" ...")
+        """What the help begins with, for the menus of a shell."""
+        beginning = re.match(r".{10,}?(?=[.:;]? \(|[.:;] |\.?$)", self.raw.help or "")
+        return textwrap.shorten(beginning[0] if beginning else "", 72, placeholder=" ...")
 
     @cached_property
     def words(self) -> list[str]:
@@ -461,10 +463,14 @@ def size_sections() -> Iterator[Section]:
 # -- roff --------------------------------------------------------------------------------------
 
 
+_ROFF = str.maketrans({
+    "\\": "\\e", "-": "\\-", "'": "\\(aq", '"': "\\(dq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti",
+})  # fmt: skip
+
+
 def esc(text: str) -> str:
     """Text as roff prints it unchanged. Every hyphen is a real minus: options and names get pasted."""
-    for char, roff in (("\\", "\\e"), ("-", "\\-"), ("'", "\\(aq"), ('"', "\\(dq"), ("`", "\\(ga"), ("^", "\\(ha"), ("~", "\\(ti")):
-        text = text.replace(char, roff)
+    text = text.translate(_ROFF)
     return re.sub(r"[^\x00-\x7f]", lambda match: f"\\[u{ord(match[0]):04X}]", text)
 
 
@@ -559,14 +565,14 @@ def reference(every: list[Command]) -> str:
 BASH = """\
 # bash completion for kvctl. {header}
 
-# Values for the word $3 after the words $2, from the program $1.
+# Every value for the word after the words $2, from the program $1.
 _kvctl_ask() {{
     local before=($2)
-    env COMP_WORDS="$2 $3" COMP_CWORD=${{#before[@]}} _KVCTL_COMPLETE=complete_bash "$1" 2>/dev/null
+    env COMP_WORDS="$2 " COMP_CWORD=${{#before[@]}} _KVCTL_COMPLETE=complete_bash "$1" 2>/dev/null
 }}
 
 _kvctl() {{
-    local line=${{COMP_LINE:0:COMP_POINT}} command="" words="" ask="" lead="" typed cur prev word
+    local IFS=$' \\t\\n' line=${{COMP_LINE:0:COMP_POINT}} command="" words="" ask="" files="" lead="" typed cur prev word
     # Readline splits words at = and : as well; what was typed is all since the last blank.
     typed=${{line##*[[:space:]]}}
     cur=$typed
@@ -584,18 +590,16 @@ _kvctl() {{
 {cases}
     esac
 
-    local IFS=$'\\n'
-    if [[ -n $ask ]]; then
-        [[ $cur == [.~/]* ]] || words=$(IFS=$' \\t\\n' _kvctl_ask "$1" "$ask" "$cur")
-    else
-        words=${{words// /$'\\n'}}
-    fi
+    # What begins so is a path.
+    [[ -n $ask && $cur != [.~/]* ]] && words=$(_kvctl_ask "$1" "$ask")
     COMPREPLY=($(compgen -P "$lead" -W "$words" -- "$cur"))
-    # The program also finds names whatever their case.
-    [[ -n $ask && ${{#COMPREPLY[@]}} -eq 0 ]] && COMPREPLY=($words)
-    [[ -n $ask && ${{#COMPREPLY[@]}} -eq 0 ]] && compopt -o default 2>/dev/null
+    # Else a name in another case, else a path.
+    if [[ -n $ask && ${{#COMPREPLY[@]}} -eq 0 ]]; then
+        COMPREPLY=($(shopt -s nocasematch; for word in $words; do [[ $word == "$cur"* ]] && echo "$lead$word"; done))
+    fi
+    [[ -n $files && ${{#COMPREPLY[@]}} -eq 0 ]] && compopt -o default 2>/dev/null
     # Readline replaces only its own last piece of the word.
-    word=${{COMP_WORDS[COMP_CWORD]}}
+    word=$2
     [[ $word == [=:] ]] && word=""
     lead=${{typed%"$word"}}
     COMPREPLY=("${{COMPREPLY[@]#"$lead"}}")
@@ -608,15 +612,15 @@ ZSH = """\
 #compdef kvctl
 # zsh completion for kvctl. {header}
 
-# Values for the next word after the words $@; zsh picks those that match.
+# Every value for the word after the words $@; zsh picks those that match.
 _kvctl_ask() {{
     local -a names expl
-    names=(${{(f)"$(COMP_WORDS="$* " COMP_CWORD=$# _KVCTL_COMPLETE=complete_bash kvctl 2>/dev/null)"}})
+    names=(${{(f)"$(COMP_WORDS="$* " COMP_CWORD=$# _KVCTL_COMPLETE=complete_bash ${{~program}} 2>/dev/null)"}})
     _wanted values expl value compadd -M 'm:{{a-zA-Z}}={{A-Za-z}}' -a names
 }}
 {functions}
 _kvctl() {{
-    local curcontext=$curcontext state line
+    local curcontext=$curcontext program=$words[1] state line
     local -A opt_args
     local -a commands=(
 {commands}
@@ -631,15 +635,17 @@ _kvctl() {{
     esac
 }}
 
-_kvctl "$@"
+# Autoloaded from fpath, or sourced.
+if [[ $funcstack[1] == _kvctl ]]; then _kvctl "$@"; else compdef _kvctl kvctl; fi
 """
 
 FISH = """\
 # fish completion for kvctl. {header}
 
-# Values for the next word after the words $argv; fish picks those that match.
+# Every value for the word after the words $argv; fish picks those that match.
 function __kvctl_ask
-    env COMP_WORDS="$argv " COMP_CWORD=(count $argv) _KVCTL_COMPLETE=complete_bash kvctl 2>/dev/null
+    set -l program (commandline -opc)[1]
+    env COMP_WORDS="$argv " COMP_CWORD=(count $argv) _KVCTL_COMPLETE=complete_bash $program 2>/dev/null
 end
 
 {lines}
@@ -651,23 +657,28 @@ def asked(command: Command, param: Param) -> str:
     return " ".join([command.path, *param.names[-1:]])
 
 
+def bash_action(command: Command, param: Param) -> str:
+    if param.ask:
+        return f'ask="{asked(command, param)}" files=yes'
+    return "files=yes" if param.takes_files else f'words="{" ".join(param.words)}"'
+
+
 def bash_case(command: Command, every: list[Command]) -> str:
     """The branch of one command: words for options, for values and for arguments."""
     root = command is every[0]
-    names = " ".join(name for option in command.options for name in option.names)
-    lines = [f"        {'""' if root else command.name})", "            case $prev,$cur in"]
+    spellings = " ".join(spelling for option in command.options for spelling in option.names)
+    name = '""' if root else command.name
+    branches: dict[str, list[str]] = {}
     for option in command.options:
         if option.metavar:
-            pattern = "|".join(f"{name},*" for name in option.names)
-            action = f'ask="{asked(command, option)}"' if option.ask else f'words="{" ".join(option.words)}"'
-            lines.append(f"                {pattern}) {action} ;;")
-    lines.append(f'                *,-*) words="{names}" ;;')
+            branches.setdefault(bash_action(command, option), []).extend(f"{name},*" for name in option.names)
+    branches[f'words="{spellings}"'] = ["*,-*"]
     if root:
-        lines.append(f'                *) words="{" ".join(other.name for other in every[1:])}" ;;')
-    for argument in command.arguments[:1]:
-        action = f'ask="{asked(command, argument)}"' if argument.ask else f'words="{" ".join(argument.words)}"'
-        lines.append(f"                *) {action} ;;")
-    return "\n".join([*lines, "            esac", "            ;;"])
+        branches[f'words="{" ".join(other.name for other in every[1:])}"'] = ["*"]
+    elif command.arguments:
+        branches[bash_action(command, command.arguments[0])] = ["*"]
+    lines = [f"                {'|'.join(patterns)}) {action} ;;" for action, patterns in branches.items()]
+    return "\n".join([f"        {name})", "            case $prev,$cur in", *lines, "            esac", "            ;;"])
 
 
 def zsh_text(text: str) -> str:
@@ -696,7 +707,8 @@ def zsh_specs(command: Command) -> list[str]:
         if argument.ask:
             # A model may be a path as well.
             values = f"{{ {values} || _files }}"
-        specs.append(f"'{'*' if argument.raw.nargs == -1 else ''}:{zsh_text(argument.metavar)}:{values}'")
+        many, metavar = "*" if argument.raw.nargs == -1 else "", argument.metavar.strip("[].")
+        specs.append(f"'{many}:{metavar}:{values}'")
     return specs
 
 

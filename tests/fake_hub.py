@@ -49,7 +49,8 @@ class Request:
 
     @property
     def token(self) -> str | None:
-        return self.headers.get("authorization", "").removeprefix("Bearer ") or None
+        kind, _, value = self.headers.get("authorization", "").partition(" ")
+        return value if kind == "Bearer" else None
 
 
 class FakeHub:
@@ -77,8 +78,7 @@ class FakeHub:
         """Another server, of another origin, that files are fetched from."""
         self.sent = 0
         """Bytes of bodies that were written."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler_of(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
     @property
@@ -119,6 +119,13 @@ class FakeHub:
         self._server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Clients that hang up are a part of the tests."""
+
+
 def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -134,7 +141,8 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 status, headers = hub.failures.pop(0)
                 self.answer(status, b"", headers)
             else:
-                self.route(unquote(urlsplit(self.path).path).strip("/").split("/"), request.token)
+                parts = urlsplit(self.path).path.strip("/").split("/")
+                self.route([unquote(part) for part in parts], request.token)
 
         do_HEAD = do_GET
 
@@ -167,7 +175,9 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             repository = hub.repositories.get(name)
             if repository is None or (repository.private and token is None):
                 # The Hub does not tell strangers which repositories do not exist.
-                status, said = (401, "Invalid username or password.") if token is None else (404, "Repository not found")
+                status, said = (
+                    (401, "Invalid username or password.") if token is None else (404, "Repository not found")
+                )
                 self.error(status, "RepoNotFound", said)
                 return None
             return repository
@@ -180,7 +190,7 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def information(self, name: str, revision: str, token: str | None) -> None:
             repository = self.repository(name, token)
-            commit = repository and self.commit(repository, revision)
+            commit = self.commit(repository, revision) if repository else None
             if repository is None or commit is None:
                 return
             sizes = {path: data if isinstance(data, int) else len(data) for path, data in repository.files.items()}
@@ -196,9 +206,9 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def file(self, name: str, revision: str, path: str, token: str | None, final: bool = False) -> None:
             repository = self.repository(name, token)
-            commit = repository and self.commit(repository, revision)
+            commit = self.commit(repository, revision) if repository else None
             if repository is None or commit is None:
-                return
+                return None
             if repository.gated and token not in hub.granted:
                 return self.error(401 if token is None else 403, "GatedRepo", "Access to this model is restricted.")
             about = {"X-Repo-Commit": commit}

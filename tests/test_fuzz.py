@@ -10,6 +10,7 @@ import pytest
 from conftest import measured_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvctl.engines import ENGINES
 from kvctl.errors import KvctlError
 from kvctl.model import build_spec

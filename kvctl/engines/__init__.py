@@ -5,14 +5,12 @@ Adding one: a module here with an `Engine`, and a row in `ENGINES`. First is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvctl.errors import UsageError
+from kvctl.record import Record
 from kvctl.spec import Retention
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Record):
     """Rules that turn layer states into allocated bytes."""
 
     name: str

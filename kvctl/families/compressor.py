@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvctl.spec import Formats, LayerState, Retention, Workload
 
+if TYPE_CHECKING:
+    from kvctl.spec import Rational
 
-@dataclass(frozen=True, slots=True)
+
 class CompressorTail(LayerState):
     """Tokens since the last full window of `ratio`: a value and a gate of `dim` each.
 
@@ -32,6 +32,6 @@ class CompressorTail(LayerState):
             size += self.ratio * self.dim * (fmt.model.bytes + 4)
         return size
 
-    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Fraction:
+    def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
         # A sawtooth: over a whole window it adds nothing.
-        return Fraction(0)
+        return 0

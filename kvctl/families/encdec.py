@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvctl.errors import ConfigError
 from kvctl.families import patterns as p
 from kvctl.families.attention import PATTERNS, decoder_only_bert, multi_head
@@ -41,7 +39,7 @@ def with_cross(layer: Layer) -> Layer:
     if own is None or any(isinstance(state, CrossAttention) for state in layer.states):
         return layer
     cross = CrossAttention(own.kv_heads, own.key_dim, own.value_dim)
-    return replace(layer, states=(*layer.states, cross))
+    return layer.replace(states=(*layer.states, cross))
 
 
 def add_cross(layers: Layers) -> Layers:

@@ -8,12 +8,15 @@ value the real model would use, or a ConfigError that names the key.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import resources
 from typing import Any, NamedTuple
 
 from kvctl.errors import ConfigError
+
+# importlib.resources would cost more than the rest of a run together.
+_FACTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "model_types.jsonl")
 
 # Beyond any real model, and far below what would make a report slow.
 MAX_LAYERS = 10_000
@@ -40,7 +43,8 @@ _UNKNOWN = ModelType({}, {}, {}, frozenset(), {}, frozenset())
 
 @cache
 def _type_lines() -> str:
-    return resources.files("kvctl").joinpath("data/model_types.jsonl").read_text("utf-8")
+    with open(_FACTS, encoding="utf-8") as file:
+        return file.read()
 
 
 @cache

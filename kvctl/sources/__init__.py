@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvctl.errors import SourceError, UsageError
+from kvctl.record import Record
 from kvctl.spec import Provenance, Weights
 
 SOURCES = ("catalogue", "cache", "hub")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Record):
     """A configuration and what is known beside it."""
 
     id: str

@@ -21,9 +21,14 @@ def client() -> ModuleType:
     import huggingface_hub
 
     try:
-        _ = huggingface_hub.constants.HF_HUB_CACHE  # reads the environment
+        import huggingface_hub.constants  # reads the environment
+        import huggingface_hub.errors
+        import huggingface_hub.utils
     except ValueError:
-        raise UsageError("HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT must be whole numbers of seconds") from None
+        raise UsageError(
+            "a setting of the Hub client in the environment is malformed",
+            hint="HF_ENDPOINT is an address; HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT are whole seconds",
+        ) from None
     return huggingface_hub
 
 
@@ -74,12 +79,17 @@ def keep(repo: str, revision: str, commit: str, config: bytes) -> None:
 
 
 def _snapshot(repo: str, folder: Path) -> Found:
-    from kvctl.sources import jsonfile, local
+    from kvctl.sources import catalogue, jsonfile, local
     from kvctl.spec import Provenance
 
     where = jsonfile.plain(str(folder))
-    found = local.read_folder(folder, where)
-    return Found(repo, found.config, Provenance("cache", where, folder.name), found.weights, found.notes)
+    found = local.read_folder(folder, where).replace(id=repo, provenance=Provenance("cache", where, folder.name))
+    if found.weights or found.notes:
+        return found
+    # Often only the configuration was fetched.
+    weights = catalogue.find(repo).weights if repo in catalogue.names() else None
+    unknown = "weights unknown: no safetensors in the cached snapshot; --source hub asks the Hub"
+    return found.replace(weights=weights, notes=() if weights else (unknown,))
 
 
 def _snapshots(repo: str) -> list[Path]:

@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
@@ -31,8 +31,10 @@ TIMEOUT = "KVCTL_HUB_TIMEOUT"
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+(/[^/]+)?)/resolve/")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _LONGEST_NAME = 96
+_LONGEST_WAIT = 3600.0  # seconds: sockets cannot wait for ever larger numbers
 _BUSY = (500, 502, 503, 504)
 _PAUSE = 0.5  # seconds before the one retry
+_GIVE_FILE = "give its config.json: kvctl size ./config.json"
 
 
 def fetch(repo: str, revision: str | None = None, forced: bool = False) -> Found:
@@ -228,7 +230,7 @@ class _Hub:
     def _not_found_hint(self) -> str:
         from kvctl.sources import catalogue
 
-        if self.forced and catalogue.has(self.repo):
+        if self.forced and _catalogued(self.repo):
             return "the catalogue has it: drop --source hub"
         near = catalogue.nearest(self.repo, 3)
         login = "" if self._token else "a private one needs a login: hf auth login"
@@ -242,9 +244,7 @@ class _Hub:
         )
 
     def _other_source(self) -> str:
-        from kvctl.sources import catalogue
-
-        return "; the catalogue has it: drop --source hub" if self.forced and catalogue.has(self.repo) else ""
+        return "; the catalogue has it: drop --source hub" if self.forced and _catalogued(self.repo) else ""
 
     def _read(self, chunks: Iterator[bytes], end: float) -> Iterator[bytes]:
         length = 0
@@ -278,9 +278,6 @@ def _check(repo: str, revision: str | None) -> None:
         from kvctl.sources import catalogue
 
         near = catalogue.nearest(repo, 3)
-        address = re.fullmatch(r"https?://[^/]+/([^/]+/[^/?#]+).*", repo)
-        if address:
-            near = [address[1]]
         raise UsageError(
             f"{repo[:_LONGEST_NAME]!r} is neither a file here nor a name on the Hub",
             hint=("did you mean " + ", ".join(near) + "?") if near else "a name on the Hub is written org/name",
@@ -291,28 +288,38 @@ def _check(repo: str, revision: str | None) -> None:
 
 def _stand_in(repo: str, revision: str | None, reason: str) -> Found:
     """The cached snapshot or the catalogue's entry where the Hub cannot be reached."""
-    from kvctl.sources import catalogue
-
     down = f"the Hub cannot be reached ({reason})"
     found = cache.find(repo, revision)
-    last = cache.newest(repo) if found is None else None
-    known = catalogue.has(repo)
-    # Another revision than the one asked for is no answer.
-    if revision is None or found is not None:
-        if found is None:
-            found = last or (catalogue.find(repo) if known else None)
-        if found is not None:
-            of = "the catalogue" if found.provenance.source == "catalogue" else "the snapshot in the Hub cache"
-            return replace(found, notes=(f"{down}: the answer is from {of}", *found.notes))
-        near = catalogue.nearest(repo, 3)
-        hint = (
-            "near it in the catalogue: " + ", ".join(near) if near else "give its config.json: kvctl size ./config.json"
-        )
-        raise SourceError(f"{repo} is neither cached nor in the catalogue, and {down}", hint=hint)
-    hint = "give its config.json: kvctl size ./config.json"
-    if last is not None or known:
-        hint = f"without --revision {'the snapshot in the Hub cache' if last else 'the catalogue'} answers"
-    raise SourceError(f"revision {jsonfile.plain(revision)} of {repo} is not cached, and {down}", hint=hint)
+    other = None if found else cache.newest(repo) or _catalogued(repo)
+    if found is None and revision is None:
+        found = other
+    if found is not None:
+        return found.replace(notes=(f"{down}: the answer is from {_described(found)}", *found.notes))
+    if revision is not None:
+        # Another revision than the one asked for is no answer.
+        hint = f"without --revision {_described(other)} answers" if other else _GIVE_FILE
+        raise SourceError(f"revision {jsonfile.plain(revision)} of {repo} is not cached, and {down}", hint=hint)
+    from kvctl.sources import catalogue
+
+    near = catalogue.nearest(repo, 3)
+    raise SourceError(
+        f"{repo} is neither cached nor in the catalogue, and {down}",
+        hint="near it in the catalogue: " + ", ".join(near) if near else _GIVE_FILE,
+    )
+
+
+def _described(found: Found) -> str:
+    return "the catalogue" if found.provenance.source == "catalogue" else "the snapshot in the Hub cache"
+
+
+def _catalogued(repo: str) -> Found | None:
+    """The catalogue's entry, where it has one that can be sized."""
+    from kvctl.sources import catalogue
+
+    try:
+        return catalogue.find(repo) if catalogue.has(repo) else None
+    except SourceError:
+        return None
 
 
 def _needs_remote_code(config: Mapping[str, Any]) -> bool:
@@ -336,7 +343,7 @@ def _timeout(settings: Any) -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise UsageError(f"{TIMEOUT}={jsonfile.plain(text)} is not a number of seconds", hint=f"{TIMEOUT}=30")
-    return seconds
+    return min(seconds, _LONGEST_WAIT)
 
 
 def _why(error: BaseException) -> str:

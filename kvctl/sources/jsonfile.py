@@ -112,7 +112,7 @@ def unreadable(where: str, error: OSError) -> SourceError:
             f"{where}: permission denied", hint="make it readable, or pipe it: kvctl size - < config.json"
         )
     reason = os.strerror(error.errno) if error.errno else "cannot be read"
-    return SourceError(f"{where}: {reason[:1].lower()}{reason[1:]}")
+    return SourceError(f"{where}: {reason[:1].lower()}{reason[1:]}", hint=_GIVE_CONFIG)
 
 
 def _refuse_other_kinds(data: bytes, where: str, hint: str | None) -> None:
@@ -136,7 +136,7 @@ def _not_json(text: str, error: json.JSONDecodeError, where: str, hint: str | No
     # The end of the text in the middle of something: a value, a word such as "true", or a string.
     if error.msg.startswith("Unterminated string") or any(word.startswith(rest) for word in ("true", "false", "null")):
         end = text.rstrip()
-        line, column = end.count("\n") + 1, len(end) - end.rfind("\n")
+        line, column = end.count("\n") + 1, len(end) - end.rfind("\n") - 1
         return ConfigError(
             f"{where} is cut short: its JSON ends at line {line}, column {column}", hint=hint or "fetch it again"
         )

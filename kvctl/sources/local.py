@@ -23,7 +23,7 @@ _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{4
 
 def from_path(name: str) -> Found:
     """The configuration in a folder or a file."""
-    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    path = Path(os.path.expanduser(name))
     where = jsonfile.plain(name)
     if "://" in name:
         raise SourceError(
@@ -32,7 +32,7 @@ def from_path(name: str) -> Found:
         )
     try:
         mode = path.stat().st_mode
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise _missing(where, error) from None
     if stat.S_ISDIR(mode):
         return read_folder(path, where)
@@ -143,13 +143,11 @@ def refuse_other_json(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _missing(where: str, error: Exception) -> KvctlError:
+def _missing(where: str, error: OSError | ValueError) -> KvctlError:
     if isinstance(error, ValueError):
-        return UsageError(f"{where} cannot be the name of a file")
-    # Python before 3.13 reports a circle of links as RuntimeError where it resolves paths itself.
-    if isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ELOOP:
+        return UsageError(f"{where} cannot be the name of a file", hint="give a folder with a config.json")
+    if error.errno == errno.ELOOP:
         return SourceError(f"{where}: its symbolic links lead in a circle", hint="give the folder they should lead to")
-    assert isinstance(error, OSError)
     return jsonfile.unreadable(where, error)
 
 

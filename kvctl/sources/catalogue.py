@@ -1,0 +1,163 @@
+"""The bundled catalogue: published models, one JSON line each, found as text.
+
+A look-up parses the one line it needs; names are read with a regex. Written by
+scripts/build_catalogue.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from kvctl.errors import SourceError, UsageError
+from kvctl.formats import model_dtype
+from kvctl.sources import Found
+from kvctl.spec import Provenance, Weights
+
+_NAME = re.compile(r'^\{"id":"([^"]+)"(,"incomplete")?', re.MULTILINE)
+
+
+class Row(NamedTuple):
+    """One line of --list-models; `incomplete` says why a model cannot be sized from here."""
+
+    id: str
+    model_type: str | None
+    parameters: int | None
+    max_context: int | None
+    incomplete: str | None
+
+
+@cache
+def _text() -> str:
+    return resources.files("kvctl").joinpath("data/catalogue.jsonl").read_text("utf-8")
+
+
+@cache
+def _starts() -> Mapping[str, int]:
+    """Where the line of each model starts."""
+    return {match[1]: match.start() for match in _NAME.finditer(_text())}
+
+
+@cache
+def _spellings() -> Mapping[str, tuple[str, ...]]:
+    """Lower-case full and short names → full names."""
+    out: dict[str, tuple[str, ...]] = {}
+    for name in _starts():
+        for spelling in {name.lower(), _short(name).lower()}:
+            out[spelling] = (*out.get(spelling, ()), name)
+    return out
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _line(name: str) -> Any:
+    start = _starts()[name]
+    return json.loads(_text()[start : _text().index("\n", start)])
+
+
+def full_name(name: str) -> str:
+    """The full id that `name` means, whatever its case, with or without organisation.
+
+    An unknown name comes back unchanged; one that two models share is a UsageError.
+    """
+    if name in _starts():
+        return name
+    matches = _spellings().get(name.lower(), ())
+    if len(matches) > 1:
+        raise UsageError(f"{name} is ambiguous", hint="one of " + ", ".join(matches))
+    return matches[0] if matches else name
+
+
+def has(name: str) -> bool:
+    """True for names of exactly one model here (one without enough facts included)."""
+    return name in _starts() or len(_spellings().get(name.lower(), ())) == 1
+
+
+def find(name: str) -> Found:
+    """The model's configuration; SourceError where it is unknown, or known in part only."""
+    full = full_name(name)
+    if full not in _starts():
+        near = nearest(name)
+        raise SourceError(f"{name} is not in the catalogue", hint="nearest: " + ", ".join(near) if near else None)
+    row = _line(full)
+    if "incomplete" in row:
+        raise SourceError(
+            f"the catalogue cannot size {full}: {row['incomplete']}",
+            hint=f"read the model's own configuration: kvctl size {full} --source hub",
+        )
+    return Found(
+        id=full,
+        config=row["config"],
+        provenance=Provenance("catalogue", row["source"]),
+        weights=_weights(row),
+        notes=tuple(row.get("notes", ())),
+        verbatim=row.get("verbatim", False),
+    )
+
+
+def _weights(row: Mapping[str, Any]) -> Weights | None:
+    parameters = row.get("parameters")
+    if "weights" in row:
+        size, source = row["weights"]
+        return Weights(size, parameters, source)
+    dtype = model_dtype(row.get("weight_dtype", ""))
+    if parameters is None or dtype is None:
+        return None
+    return Weights(parameters * dtype.bytes, parameters, f"catalogue: parameters × {dtype.name}")
+
+
+def names() -> list[str]:
+    """Full ids of all models that can be sized from here, in the order of the file."""
+    return [match[1] for match in _NAME.finditer(_text()) if not match[2]]
+
+
+def listing(pattern: str = "") -> list[Row]:
+    """Models whose id matches: a glob where there is *, ? or [, else any part of the id; case does not count."""
+    wanted = pattern.lower()
+    if any(sign in wanted for sign in "*?["):
+        from fnmatch import fnmatchcase
+
+        found = [name for name in _starts() if any(fnmatchcase(part.lower(), wanted) for part in (name, _short(name)))]
+    else:
+        found = [name for name in _starts() if wanted in name.lower()]
+    return [_row(_line(name)) for name in found]
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    model_type = row["config"].get("model_type") if "config" in row else row.get("model_type")
+    return Row(row["id"], model_type, row.get("parameters"), row.get("max_context"), row.get("incomplete"))
+
+
+def nearest(name: str, n: int = 5) -> list[str]:
+    """The models whose short names are most like `name`, best first."""
+    from difflib import SequenceMatcher
+
+    wanted = _letters(_short(name))
+    if not wanted:
+        return []
+    matcher = SequenceMatcher(autojunk=False)
+    matcher.set_seq2(wanted)
+    scores = []
+    for candidate in names():
+        letters = _letters(_short(candidate))
+        matcher.set_seq1(letters)
+        if matcher.real_quick_ratio() < _LIKE or matcher.quick_ratio() < _LIKE:
+            continue
+        # Names grow to the right: sharing the whole beginning counts as much as being alike.
+        score = matcher.ratio() + (letters.startswith(wanted) or wanted.startswith(letters))
+        if score >= _LIKE:
+            scores.append((-score, candidate))
+    return [candidate for _, candidate in sorted(scores)[:n]]
+
+
+_LIKE = 0.6
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
