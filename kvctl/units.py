@@ -19,7 +19,7 @@ def parse_tokens(text: str, *, what: str = "--ctx") -> int:
     if match is None:
         raise UsageError(f"{what}: {text[:40]!r} is not a number of tokens", hint="write 4096, 4k or 1m (k is 1,024)")
     whole, _, decimals = match[1].partition(".")
-    scale = 10 ** len(decimals)
+    scale: int = 10 ** len(decimals)
     number, rest = divmod(int(whole + decimals) * _TOKEN_FACTORS[match[2].lower()], scale)
     if rest:
         raise UsageError(f"{what}: {text!r} is not a whole number of tokens")

@@ -89,6 +89,7 @@ class Fix(NamedTuple):
 
 _BLOOM = "hidden size from the exact parameter count (250,880 × h + 12 × layers × h² + …); length from the model card"
 _LLAMA = "a LLaMA by name and shape"
+_LLAMA2 = "length of Llama 2; the copy is of an early upload"
 _NEOX = "a GPT-NeoX by name and shape"
 _WINDOWLESS = "LitGPT gives the window of each Mistral model that has one, and none here"
 _FALCON_H1 = "one group and a kernel of 4: with them the parameter count is exact, at a whole MLP width"
@@ -157,8 +158,8 @@ FIXES: dict[str, Fix] = {
     "keeeeenw/MicroLlama": _typed("llama", _LLAMA),
     "lmsys/vicuna-13b-v1.5": _typed("llama", "tuned from Llama 2 13B, which is multi-head", num_key_value_heads=40),
     "lmsys/vicuna-7b-v1.5": _typed("llama", "tuned from Llama 2 7B, which is multi-head", num_key_value_heads=32),
-    "meta-llama/Llama-2-13b-hf": Fix("length of Llama 2; the copy is of an early upload", {"max_position_embeddings": 4096}),
-    "meta-llama/Llama-2-13b-chat-hf": Fix("length of Llama 2; the copy is of an early upload", {"max_position_embeddings": 4096}),
+    "meta-llama/Llama-2-13b-hf": Fix(_LLAMA2, {"max_position_embeddings": 4096}),
+    "meta-llama/Llama-2-13b-chat-hf": Fix(_LLAMA2, {"max_position_embeddings": 4096}),
     "microsoft/phi-1_5": Fix(
         "keys renamed from phi-msft's to those of the phi class",
         {"model_type": "phi", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": None,
@@ -170,7 +171,8 @@ FIXES: dict[str, Fix] = {
          "num_hidden_layers": 32, "max_position_embeddings": 2048},
         ("n_embd", "n_head", "n_head_kv", "n_layer", "n_positions")),
     "microsoft/Phi-4-mini-reasoning": _typed("phi3", "the source altered it"),
-    "microsoft/Phi-4-reasoning": Fix("no window, as in microsoft/phi-4, from which it was tuned", {"sliding_window": None}),
+    "microsoft/Phi-4-reasoning": Fix(
+        "no window, as in microsoft/phi-4, from which it was tuned", {"sliding_window": None}),
     "MiniMaxAI/MiniMax-M3": _typed("minimax_m3_vl_text", "the language model's fields, flat in the source"),
     "mistral-community/pixtral-12b": Fix(
         "no window: its decoder is Mistral Nemo", {"text_config.sliding_window": None}),
@@ -179,7 +181,8 @@ FIXES: dict[str, Fix] = {
     "mistralai/Ministral-3-3B-Instruct-2512": _typed("mistral3", "the source renamed the wrapper"),
     "mistralai/Mistral-7B-Instruct-v0.1": Fix("window as in Mistral-7B-v0.1", {"sliding_window": 4096}),
     "mistralai/Mistral-7B-v0.1": Fix(
-        "window from the class default, which mirrors this checkpoint; the source took the key out", {"sliding_window": 4096}),
+        "window from the class default, which mirrors this checkpoint; the source took the key out",
+        {"sliding_window": 4096}),
     "mistralai/Mistral-7B-v0.3": _typed("mistral", _WINDOWLESS, sliding_window=None),
     "mistralai/Mistral-Large-Instruct-2407": _typed("mistral", _WINDOWLESS, sliding_window=None),
     "mistralai/Mistral-Large-Instruct-2411": _typed("mistral", _WINDOWLESS, sliding_window=None),
@@ -198,12 +201,14 @@ FIXES: dict[str, Fix] = {
     "Qwen/Qwen2.5-Coder-1.5B": _typed("qwen2", "by name and shape"),
     "Qwen/Qwen2.5-Coder-3B": _typed("qwen2", "by name and shape"),
     "rednote-hilab/dots.llm1.base": Fix(
-        "hidden size 4096 and heads of 128 (dots.llm1 report): with them the parameter count is exact; with the class's 4608 it is not",
+        "hidden size 4096 and heads of 128 (dots.llm1 report): with them the parameter count is exact; "
+        "with the class's 4608 it is not",
         {"hidden_size": 4096, "head_dim": 128, "sliding_window": None}),
     "stabilityai/FreeWilly2": _typed("llama", "tuned from Llama 2 70B"),
     "stabilityai/stablelm-base-alpha-7b": _typed("gpt_neox", _NEOX),
     "swiss-ai/Apertus-8B-Instruct-2509": Fix(
-        "8 KV heads and an MLP of 21,504 (Apertus report): with them the parameter count is exact; with the class's it is not",
+        "8 KV heads and an MLP of 21,504 (Apertus report): with them the parameter count is exact; "
+        "with the class's it is not",
         {"num_key_value_heads": 8, "intermediate_size": 21504}),
     "teknium/OpenHermes-2.5-Mistral-7B": Fix(_FROM_V01, {"sliding_window": 4096}),
     "tiiuae/falcon-180B": Fix(
@@ -219,7 +224,8 @@ FIXES: dict[str, Fix] = {
     "togethercomputer/LLaMA-2-7B-32K": Fix(
         "model_type llama: a LLaMA by name and shape; length unknown: 32K by name, 4,096 in the source",
         {"model_type": "llama", "max_position_embeddings": None}),
-    "WizardLM/WizardCoder-15B-V1.0": _typed("gpt_bigcode", "tuned from StarCoder, which is multi-query", multi_query=True),
+    "WizardLM/WizardCoder-15B-V1.0": _typed(
+        "gpt_bigcode", "tuned from StarCoder, which is multi-query", multi_query=True),
     "xai-org/grok-2": _typed("grok-1", "its class is Grok1ForCausalLM"),
 }  # fmt: skip
 
@@ -239,19 +245,19 @@ INCOMPLETE: dict[str, str] = {
     "bigcode/starcoder2-15b": _WINDOW,
     "bigcode/starcoder2-3b": _WINDOW,
     "CohereLabs/North-Mini-Code-1.0": "sliding window and layer pattern are not in the source",
-    "deepseek-ai/DeepSeek-V4-Pro-0813": "head_dim, index_head_dim, sliding_window and compress_ratios are not in the source",
+    "deepseek-ai/DeepSeek-V4-Pro-0813": "head widths, window and compress_ratios are not in the source",
     "deepseek-ai/DeepSeek-V4.1-Flash": "everything but the number of layers and heads is missing from the source",
-    "google/diffusiongemma-26B-A4B-it": "sliding window, layer pattern and the shape of the full layers are not in the source",
+    "google/diffusiongemma-26B-A4B-it": "window, layer pattern and the full layers' shape are not in the source",
     "JetBrains/Mellum2-12B-A2.5B-Base": "layer_types are not in the source, and some layers are windowed",
     "microsoft/Phi-3-medium-128k-instruct": _WINDOW,
     "microsoft/Phi-3-medium-4k-instruct": _WINDOW,
     "microsoft/Phi-3-mini-4k-instruct": _WINDOW,
-    "microsoft/Phi-4-mini-flash-reasoning": "Mamba state sizes, sliding window and which layers share a cache are not in the source",
+    "microsoft/Phi-4-mini-flash-reasoning": "Mamba states, window and which layers share a cache are not in the source",
     "microsoft/Phi-4-multimodal-instruct": _WINDOW,
     "mistralai/Ministral-8B-Instruct-2410": "sliding window and layer pattern are not in the source",
     "mistralai/Mistral-Medium-3.5-128B": _WINDOW,
     "moonshotai/Kimi-VL-A3B-Instruct": "MLA ranks are not in the source",
-    "Motif-Technologies/Motif-2-12.7B-Instruct": "the settings of its grouped differential attention are not in the source",
+    "Motif-Technologies/Motif-2-12.7B-Instruct": "the settings of its differential attention are not in the source",
     "openbmb/MiniCPM4.1-8B": "the settings of its sparse attention are not in the source",
     "Qwen/Qwen3-Omni-30B-A3B-Instruct": "KV heads and the width of a head are not in the source",
     "ServiceNow-AI/Apriel-1.6-15b-Thinker": _WINDOW,
@@ -260,14 +266,15 @@ INCOMPLETE: dict[str, str] = {
     "upstage/Solar-Open2-250B": "only a shape is in the source, and the architecture is not known",
     "XiaomiMiMo/MiMo-V2.5-Pro": "which 10 of its 70 layers are not windowed is not in the source",
     "Zyphra/ZAYA1-base": "layer kinds and convolution lengths are not in the source",
-    "Zyphra/Zamba2-2.7B": "which layers have attention, and the shape of the Mamba heads, are not in the source",
+    "Zyphra/Zamba2-2.7B": "which layers have attention, and the Mamba heads, are not in the source",
 }
 
-# Class defaults that do not hold for their checkpoint, though the cache's do: the maximum length is then unknown.
+# Rows of class defaults whose maximum length is known to be that of the checkpoint; for others it stays unknown.
 LENGTH_HOLDS = {
     "allenai/OLMo-7B-hf", "allenai/OLMoE-1B-7B-0924", "baidu/ERNIE-4.5-0.3B-PT", "baidu/ERNIE-4.5-21B-A3B-PT",
     "ByteDance-Seed/Seed-OSS-36B-Instruct", "google/gemma-3n-E4B-it", "internlm/internlm3-8b-instruct",
-    "meituan-longcat/LongCat-Flash-Chat", "moonshotai/Kimi-Linear-48B-A3B-Instruct", "swiss-ai/Apertus-8B-Instruct-2509",
+    "meituan-longcat/LongCat-Flash-Chat", "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+    "swiss-ai/Apertus-8B-Instruct-2509",
     "upstage/Solar-Open-100B",
 }  # fmt: skip
 
@@ -291,7 +298,7 @@ ACCEPTED: tuple[Accept, ...] = (
            "sarvam_moe seed_oss solar_open stablelm", _WINDOW_FIELDS, "full attention in every layer, by architecture"),
     Accept("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 mistral4 sarvam_mla telechat3", _PATTERN_FIELDS,
            "a latent in every layer, by architecture"),
-    Accept("mistral mixtral phi3", "attention_chunk_size " + _PATTERN_FIELDS, "all layers alike; the row has the window"),
+    Accept("mistral mixtral phi3", "attention_chunk_size " + _PATTERN_FIELDS, "layers alike; the row has the window"),
     Accept("qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen3 qwen3_moe", "use_sliding_window attention_chunk_size "
            + _PATTERN_FIELDS, "the window is off in every published file of these types; then all layers are full"),
     Accept("cohere2", "sliding_window_pattern " + _PATTERN_FIELDS, "every 4th layer is full; the row's counts agree"),
@@ -305,7 +312,8 @@ ACCEPTED: tuple[Accept, ...] = (
     Accept("glm5_next_text", "head_dim index_skip_topk_offset index_topk_freq index_topk_pattern linear_attn_config "
            "num_heads short_conv_kernel_size " + _OTHER_FIELDS, "other spellings; the row has the class's own"),
     Accept("inkling_text", "local_layer_ids " + _PATTERN_FIELDS, "every 6th layer is full; the row's counts agree"),
-    Accept("mimo_v2", "hybrid_layer_pattern " + _PATTERN_FIELDS, "the first and every 6th layer are full; the row's counts agree"),
+    Accept("mimo_v2", "hybrid_layer_pattern " + _PATTERN_FIELDS, "the first and every 6th layer are full;"
+           " the row's counts agree"),
     Accept("minimax_m3_vl_text", _PATTERN_FIELDS, "the row lists the sparse layers"),
     Accept("nemotron_h", "mamba_d_conv mamba_n_groups " + _OTHER_FIELDS, "other spellings of what the row has"),
     Accept("nemotron_h", "mamba_ssm_cache_dtype", "float32 in the reference implementation"),
@@ -314,10 +322,10 @@ ACCEPTED: tuple[Accept, ...] = (
     Accept("mamba", "intermediate_size", "expand × hidden_size"),
     Accept("mpt", "attn_config attn_type", "multi-head, says the model card"),
     Accept("gpt2", "add_cross_attention", "a decoder alone"),
-    Accept("t5", "num_decoder_layers architectures is_encoder_decoder", "an encoder-decoder with two stacks of equal depth"),
+    Accept("t5", "num_decoder_layers architectures is_encoder_decoder", "two stacks of equal depth"),
     Accept("qwen", "kv_channels", "the row has head_dim"),
-    Accept("ernie4_5_moe granitemoehybrid hunyuan hunyuan_image_3_moe jamba lfm2 lfm2_moe llama nemotron-nas olmo olmo3 "
-           "olmoe phi phi3 qwen2 qwen2_moe smollm3 apertus", "head_dim", "the hidden size over the query heads, in these models"),
+    Accept("ernie4_5_moe granitemoehybrid hunyuan hunyuan_image_3_moe jamba lfm2 lfm2_moe llama nemotron-nas olmo "
+           "olmo3 olmoe phi phi3 qwen2 qwen2_moe smollm3 apertus", "head_dim", "hidden size over heads, in these"),
 )  # fmt: skip
 _ACCEPTED = {(kind, field) for accept in ACCEPTED for kind in accept.types.split() for field in accept.fields.split()}
 
@@ -328,8 +336,8 @@ STANDARD = {"ernie4_5_moe_vl", "interns1", "hunyuan_image_3_moe"}
 
 _QUANTISED_NAME = re.compile(r"fp8|nvfp4|4bit|int4|awq|gptq", re.IGNORECASE)
 # Published quantised: a row that is no whole file may have lost its quantization_config.
-_QUANTISED_TYPES = {"deepseek_v3", "deepseek_v4", "deepseek_ref", "kimi_k2", "kimi_k25", "minimax_m2", "minimax_m3_vl_text",
-                    "mimo_v2", "gpt_oss", "telechat3", "laguna", "step3p7"}  # fmt: skip
+_QUANTISED_TYPES = {"deepseek_v3", "deepseek_v4", "deepseek_ref", "kimi_k2", "kimi_k25", "minimax_m2",
+                    "minimax_m3_vl_text", "mimo_v2", "gpt_oss", "telechat3", "laguna", "step3p7"}  # fmt: skip
 KNOWN_WEIGHTS = {
     "deepseek-ai/DeepSeek-V3": [
         round(641.3 * 2**30),
@@ -351,8 +359,9 @@ def _reference(name: str, layers: int, heads: int, kv_heads: int, near: str) -> 
         "source": "reference shape of articles on KV cache sizes",
         "notes": [_NOBODY.format(name, shape, near)],
         "config": {
-            "model_type": "llama", "num_hidden_layers": layers, "hidden_size": heads * 128, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": 128, "max_position_embeddings": None, "torch_dtype": "bfloat16",
+            "model_type": "llama", "num_hidden_layers": layers, "hidden_size": heads * 128, "head_dim": 128,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "torch_dtype": "bfloat16",
+            "max_position_embeddings": None,
         },
     }  # fmt: skip
 

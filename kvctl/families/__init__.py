@@ -42,7 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("latent:kimi_linear", _types("kimi_linear")),
     Family("latent:bailing_hybrid", _types("bailing_hybrid")),
     Family("latent:glm5_next", _types("glm5_next_text")),
-    Family("latent:minimax_m3", _types("minimax_m3_vl_text")),
+    Family("latent:minimax_m3", _types("minimax_m3_vl_text minimax_m3")),
     Family("latent:qwen4_exp", _types("qwen4_exp_text")),
     # Recurrent layers, alone or mixed with attention
     Family("linear:gated_delta", _types("qwen3_next qwen3_5_text qwen3_5_moe_text")),
@@ -111,12 +111,15 @@ FAMILIES: tuple[Family, ...] = (
     Family("other:qwen", _types("qwen")),
     Family("other:step3", _types("step3_text")),
     Family("other:baichuan_m1", _types("baichuan_m1")),
+    Family("other:hunyuan", _types("hunyuan hunyuan_image_3_moe")),
+    Family("other:phi_msft", _types("phi-msft")),
+    Family("other:rwkv5", _types("rwkv5 rwkv6")),
     Family("other:phi3small", _types("phi3small")),
     Family("other:cpmant", _types("cpmant")),
     Family("other:openai_gpt", _types("openai-gpt")),
     Family("other:xlnet", _types("xlnet")),
     Family("other:blt", _types("blt")),
-    Family("other:unsupported", _types("reformer")),
+    Family("other:unsupported", _types("reformer phi4flash")),
     # Plain attention: the class splits the hidden size over the heads
     Family("attention:split_hidden", _types(
         "deepseek_ocr2_text unlimited_ocr_text chameleon qwen2_vl_text qwen2_5_vl_text idefics")),
@@ -138,8 +141,8 @@ FAMILIES: tuple[Family, ...] = (
         "voxtral_realtime_text t5_gemma_module t5gemma2_decoder t5gemma2_text csm csm_depth_decoder_model "
         "higgs_audio_v2 qwen2_5_omni_talker qwen3_omni_moe_talker_text qwen3_omni_moe_talker_code_predictor "
         "glm_image_text muse_glimmer_assistant canary_decoder "
-        "arctic bailing_moe deepseek exaone4_5_text grok-1 hunyuan llada2_moe mimo minicpm Motif orion phi-msft "
-        "solar telechat2 yi")),
+        "arctic bailing_moe deepseek ernie4_5_moe_vl exaone4_5_text grok-1 llada2_moe mimo minicpm Motif orion phi3_v "
+        "phi4 phi4mm solar telechat2 yi")),
     # Encoders
     Family("other:no_cache", _types(
         "albert distilbert deberta deberta-v2 modernbert mpnet esm longformer eurobert esmc nomic_bert convbert ibert "
@@ -156,7 +159,10 @@ FAMILIES: tuple[Family, ...] = (
 NESTED_NAMES = ("text_config", "decoder", "generator", "llm_config", "language_config", "thinker_config",
                 "language_model_config", "decoder_config", "llm_model_config", "vlm_config")  # fmt: skip
 
-# Wrappers whose language model may also stand flat at the top of the file.
+# Language models of wrappers that run outside of transformers, where the file may not name the type.
+WRAPPED = {"kimi_vl": ("text_config", "deepseek_v3"), "deepseek_vl_v2": ("language_config", "deepseek_v2"),
+           "interns1": ("text_config", "qwen3_moe"), "kimi_k3": ("text_config", "kimi_linear")}  # fmt: skip
+
 _MAX_NESTING = 4
 
 
@@ -195,13 +201,14 @@ def text_fields(f: Fields, depth: int = 0) -> Fields:
         return f
     if depth >= _MAX_NESTING:
         raise ConfigError(f"{f.path}: configurations nested too deep")
+    wrapped, wrapped_type = WRAPPED.get(f.type, ("", ""))
     for name in NESTED_NAMES:
         if isinstance(f.raw.get(name), Mapping):
-            nested = f.nested(name)
+            nested = f.nested(name, default_type=wrapped_type if name == wrapped else "")
             assert nested is not None
             return text_fields(nested, depth + 1)
     for name in NESTED_NAMES:
-        declared = f.nested_types.get(name)
+        declared = f.nested_types.get(name) or (wrapped_type if name == wrapped else "")
         if declared:
             if "num_hidden_layers" in f.raw or "num_attention_heads" in f.raw or "hidden_size" in f.raw:
                 # Older files keep the language model flat, beside the vision settings.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvctl.errors import ConfigError
 from kvctl.families import patterns as p
-from kvctl.families.build import NONE, Layers, head_dim, kv_heads, repeat
+from kvctl.families.build import NONE, SHARED, Layers, head_dim, kv_heads, repeat
 from kvctl.families.fields import Fields
-from kvctl.spec import ConvState, FullAttention, Layer, NoState, SlidingWindow
+from kvctl.formats import FP32
+from kvctl.spec import ConvState, FullAttention, LatentAttention, Layer, NoState, RecurrentState, SlidingWindow
 
 
 def no_cache(f: Fields) -> Layers:
@@ -56,7 +57,10 @@ def blt(f: Fields) -> Layers:
 
 def unsupported(f: Fields) -> Layers:
     """Types whose state does not follow from the configuration."""
-    reasons = {"reformer": "its cache depends on hashing (buckets), not on the configuration alone"}
+    reasons = {
+        "reformer": "its cache depends on hashing (buckets), not on the configuration alone",
+        "phi4flash": "its mix of state-space, windowed and shared layers is fixed in its own code",
+    }
     reason = reasons.get(f.type, "its cache does not follow from the configuration")
     raise ConfigError(f"{f.type} cannot be sized: {reason}")
 
@@ -124,6 +128,32 @@ def block_configs(f: Fields) -> Layers:
         count = heads // share
         layers.append(made.setdefault(count, Layer((FullAttention(count, dim, dim),))))
     return tuple(layers)
+
+
+def hunyuan(f: Fields) -> Layers:
+    """Grouped-query; with cross-layer attention only the first of every cla_share_factor layers has a cache."""
+    if f.flag("use_mla"):
+        return repeat(f.layers(), Layer((LatentAttention(f.number("kv_lora_rank"), f.number("qk_rope_head_dim")),)))
+    heads = f.number("num_attention_heads")
+    dim = f.optional_number("attention_head_dim") or f.optional_number("head_dim") or f.number("hidden_size") // heads
+    own = Layer((FullAttention(kv_heads(f), dim, dim),))
+    factor = f.number_or("cla_share_factor", 1) if f.flag("use_cla") else 1
+    return tuple(SHARED if i % factor else own for i in range(f.layers()))
+
+
+def phi_msft(f: Fields) -> Layers:
+    """Phi-1.5 and Phi-2 in their own code: n_embd over n_head, n_head_kv KV heads."""
+    heads = f.number("n_head")
+    dim = f.number("n_embd") // heads
+    return repeat(f.layers("n_layer"), Layer((FullAttention(f.optional_number("n_head_kv") or heads, dim, dim),)))
+
+
+def rwkv5(f: Fields) -> Layers:
+    """RWKV 5 and 6: two shifted inputs in the model's dtype, one matrix a head in float32."""
+    hidden, size = f.number("hidden_size"), f.number("head_size")
+    heads = (f.optional_number("attention_hidden_size") or hidden) // size
+    states = (RecurrentState((2, hidden), None, "shift"), RecurrentState((heads, size, size), FP32, "wkv"))
+    return repeat(f.layers(), Layer(states))
 
 
 def phi3small(f: Fields) -> Layers:

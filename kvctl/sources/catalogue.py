@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvctl.errors import SourceError, UsageError
 from kvctl.formats import model_dtype
@@ -19,16 +19,6 @@ from kvctl.sources import Found
 from kvctl.spec import Provenance, Weights
 
 _NAME = re.compile(r'^\{"id":"([^"]+)"(,"incomplete")?', re.MULTILINE)
-
-
-class Row(NamedTuple):
-    """One line of --list-models; `incomplete` says why a model cannot be sized from here."""
-
-    id: str
-    model_type: str | None
-    parameters: int | None
-    max_context: int | None
-    incomplete: str | None
 
 
 @cache
@@ -117,8 +107,11 @@ def names() -> list[str]:
     return [match[1] for match in _NAME.finditer(_text()) if not match[2]]
 
 
-def listing(pattern: str = "") -> list[Row]:
-    """Models whose id matches: a glob where there is *, ? or [, else any part of the id; case does not count."""
+def listing(pattern: str = "", *, incomplete: bool = False) -> list[dict[str, Any]]:
+    """Models whose id matches: a glob where there is *, ? or [, else any part of the id; case does not count.
+
+    With `incomplete`, only those that cannot be sized from here, and why.
+    """
     wanted = pattern.lower()
     if any(sign in wanted for sign in "*?["):
         from fnmatch import fnmatchcase
@@ -126,12 +119,15 @@ def listing(pattern: str = "") -> list[Row]:
         found = [name for name in _starts() if any(fnmatchcase(part.lower(), wanted) for part in (name, _short(name)))]
     else:
         found = [name for name in _starts() if wanted in name.lower()]
-    return [_row(_line(name)) for name in found]
+    rows = [_line(name) for name in found]
+    return [_listed(row) for row in rows if ("incomplete" in row) is incomplete]
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    model_type = row["config"].get("model_type") if "config" in row else row.get("model_type")
-    return Row(row["id"], model_type, row.get("parameters"), row.get("max_context"), row.get("incomplete"))
+def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
+    listed = {key: row.get(key) for key in ("id", "model_type", "parameters", "max_context")}
+    if "incomplete" in row:
+        return listed | {"incomplete": row["incomplete"]}
+    return listed | {"model_type": row["config"].get("model_type")}
 
 
 def nearest(name: str, n: int = 5) -> list[str]:

@@ -154,7 +154,6 @@ class _Hub:
     def refused(self, answer: _Answer) -> NoReturn:
         """Raise what an answer without a config.json means."""
         code, status = answer.headers.get("X-Error-Code", ""), answer.status
-        told = answer.headers.get("X-Error-Message", "").lower()
         if code == "GatedRepo":
             raise SourceError(
                 f"{self.repo} is gated, and its owner has not granted you access ({self._login()})",
@@ -163,11 +162,12 @@ class _Hub:
         if code == "RevisionNotFound":
             raise SourceError(
                 f"{self.repo} has no revision {jsonfile.plain(self.revision or 'main')}",
-                hint=f"its branches and tags: {self.page(self.repo)}/refs",
+                hint=f"its branches and tags are listed at {self.page(self.repo)}/tree/main",
             )
         if code == "EntryNotFound":
             raise self._no_config(answer)
-        if status == 401 and self._token and (code != "RepoNotFound" or "credentials" in told or "token" in told):
+        # With a valid login the Hub answers 404 for what is not there.
+        if status == 401 and self._token:
             raise SourceError(
                 f"the Hub refused the token ({self._login()})",
                 hint="it may have expired or been revoked: log in again with hf auth login, or unset HF_TOKEN",
@@ -233,8 +233,8 @@ class _Hub:
         if self.forced and _catalogued(self.repo):
             return "the catalogue has it: drop --source hub"
         near = catalogue.nearest(self.repo, 3)
-        login = "" if self._token else "a private one needs a login: hf auth login"
-        return "; ".join(filter(None, ("near it: " + ", ".join(near) if near else "", login))) or "check its spelling"
+        login = "the login may lack access to a private one" if self._token else "a private one needs hf auth login"
+        return ("near it: " + ", ".join(near) if near else "check its spelling") + f"; {login}"
 
     def _too_slow(self) -> SourceError:
         return SourceError(
