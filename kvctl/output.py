@@ -29,10 +29,10 @@ def say(kind: str, lines: Iterable[str]) -> None:
 
 def emit_size(report: SizeReport, form: str, *, quiet: bool = False) -> None:
     """Print a size report in the form asked for."""
+    _forgive_encoding()
     if not quiet:
         say("note", (note for result in report.results for note in result.model.notes))
         say("warning", (_about(report, result, line) for result in report.results for line in result.warnings))
-    _forgive_encoding()
     if form == "json":
         _json(report.to_dict())
     elif form == "csv":
@@ -85,10 +85,11 @@ def _about(report: SizeReport, result: SizeResult, line: str) -> str:
 
 
 def _forgive_encoding() -> None:
-    """A terminal that cannot show a character gets a stand-in, not a traceback."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None and not _unicode():
-        reconfigure(errors="replace")
+    """A character that the terminal's encoding lacks gets a stand-in, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace" if _unicode() else "replace")
 
 
 def _unicode() -> bool:

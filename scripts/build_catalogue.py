@@ -87,9 +87,9 @@ class Fix(NamedTuple):
 
 # -- what rows leave out, and is certain -----------------------------------------------------
 
-_BLOOM = "hidden size from the exact parameter count (250,880 × h + 12 × layers × h² + …); length from the model card"
+_BLOOM = "hidden size from the exact parameter count (250,880 × h + 12 × layers × h² + …); maximum length from the model card"
 _LLAMA = "a LLaMA by name and shape"
-_LLAMA2 = "length of Llama 2; the copy is of an early upload"
+_LLAMA2 = "maximum length of Llama 2; the copy is of an early upload"
 _NEOX = "a GPT-NeoX by name and shape"
 _WINDOWLESS = "LitGPT gives the window of each Mistral model that has one, and none here"
 _FALCON_H1 = "one group and a kernel of 4: with them the parameter count is exact, at a whole MLP width"
@@ -160,16 +160,6 @@ FIXES: dict[str, Fix] = {
     "lmsys/vicuna-7b-v1.5": _typed("llama", "tuned from Llama 2 7B, which is multi-head", num_key_value_heads=32),
     "meta-llama/Llama-2-13b-hf": Fix(_LLAMA2, {"max_position_embeddings": 4096}),
     "meta-llama/Llama-2-13b-chat-hf": Fix(_LLAMA2, {"max_position_embeddings": 4096}),
-    "microsoft/phi-1_5": Fix(
-        "keys renamed from phi-msft's to those of the phi class",
-        {"model_type": "phi", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": None,
-         "num_hidden_layers": 24, "max_position_embeddings": 2048},
-        ("n_embd", "n_head", "n_head_kv", "n_layer", "n_positions")),
-    "microsoft/phi-2": Fix(
-        "keys renamed from phi-msft's to those of the phi class",
-        {"model_type": "phi", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": None,
-         "num_hidden_layers": 32, "max_position_embeddings": 2048},
-        ("n_embd", "n_head", "n_head_kv", "n_layer", "n_positions")),
     "microsoft/Phi-4-mini-reasoning": _typed("phi3", "the source altered it"),
     "microsoft/Phi-4-reasoning": Fix(
         "no window, as in microsoft/phi-4, from which it was tuned", {"sliding_window": None}),
@@ -214,8 +204,8 @@ FIXES: dict[str, Fix] = {
     "tiiuae/falcon-180B": Fix(
         "8 KV heads are the new decoder architecture", {"num_kv_heads": 8, "new_decoder_architecture": True},
         ("num_key_value_heads",)),
-    "tiiuae/falcon-40b": Fix("length from the model card", {"max_position_embeddings": 2048}),
-    "tiiuae/falcon-7b": Fix("length from the model card", {"max_position_embeddings": 2048}),
+    "tiiuae/falcon-40b": Fix("maximum length from the model card", {"max_position_embeddings": 2048}),
+    "tiiuae/falcon-7b": Fix("maximum length from the model card", {"max_position_embeddings": 2048}),
     "tiiuae/Falcon-H1-0.5B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
     "tiiuae/Falcon-H1-1.5B-Deep-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
     "tiiuae/Falcon-H1-1.5B-Instruct": Fix(_FALCON_H1, {"mamba_n_groups": 1, "mamba_d_conv": 4}),
@@ -292,8 +282,8 @@ _PATTERN_FIELDS = "layer_types " + _OTHER_FIELDS
 _WINDOW_FIELDS = "sliding_window attention_chunk_size " + _PATTERN_FIELDS
 
 ACCEPTED: tuple[Accept, ...] = (
-    Accept("apertus arcee arctic bailing_moe bitnet cohere ernie4_5 ernie4_5_moe gemma glm4 glm4_moe glm4v_moe_text "
-           "glm4v_text granite granitemoe grok-1 hunyuan hunyuan_v1_dense hy_v3 internlm2 internlm3 iquestcoder "
+    Accept("apertus arcee arctic bailing_moe bitnet cohere ernie4_5 ernie4_5_moe ernie4_5_moe_vl gemma glm4 glm4_moe "
+           "glm4v_moe_text glm4v_text granite granitemoe grok-1 hunyuan_v1_dense hy_v3 internlm2 internlm3 iquestcoder "
            "llada2_moe llama mimo minicpm minimax_m2 nemotron olmo olmo2 olmoe phi qwen3_vl_moe_text qwen3_vl_text "
            "sarvam_moe seed_oss solar_open stablelm", _WINDOW_FIELDS, "full attention in every layer, by architecture"),
     Accept("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 mistral4 sarvam_mla telechat3", _PATTERN_FIELDS,
@@ -321,16 +311,14 @@ ACCEPTED: tuple[Accept, ...] = (
            "every 4th layer has attention, by architecture; where the row has counts they agree"),
     Accept("mamba", "intermediate_size", "expand × hidden_size"),
     Accept("mpt", "attn_config attn_type", "multi-head, says the model card"),
+    Accept("hunyuan hunyuan_image_3_moe", "use_cla use_mla", "off, as in the file of Hunyuan-A13B"),
     Accept("gpt2", "add_cross_attention", "a decoder alone"),
     Accept("t5", "num_decoder_layers architectures is_encoder_decoder", "two stacks of equal depth"),
     Accept("qwen", "kv_channels", "the row has head_dim"),
-    Accept("ernie4_5_moe granitemoehybrid hunyuan hunyuan_image_3_moe jamba lfm2 lfm2_moe llama nemotron-nas olmo "
+    Accept("ernie4_5_moe granitemoehybrid jamba lfm2 lfm2_moe llama nemotron-nas olmo "
            "olmo3 olmoe phi phi3 qwen2 qwen2_moe smollm3 apertus", "head_dim", "hidden size over heads, in these"),
 )  # fmt: skip
 _ACCEPTED = {(kind, field) for accept in ACCEPTED for kind in accept.types.split() for field in accept.fields.split()}
-
-# Types without a family, whose rows are no whole file: full attention by what is published about them.
-STANDARD = {"ernie4_5_moe_vl", "interns1", "hunyuan_image_3_moe"}
 
 # -- weights -----------------------------------------------------------------------------------
 
@@ -457,7 +445,7 @@ def reason_against(row: Config, config: Config) -> str | None:
         return f"kvctl does not read it: {err.message}"
     if is_whole(row):
         return None
-    if find_reader(text.type) is None and text.type not in STANDARD:
+    if find_reader(text.type) is None:
         return f"only a shape is in the source, and the architecture {text.type} is not known"
     missing = sorted(
         {path.rpartition(".")[2] for path, origin in root.read.items() if origin != "config"}

@@ -1,13 +1,15 @@
-"""TAB in bash, zsh and fish: the generated scripts in real shells, and what a completion loads."""
+"""TAB in bash, zsh and fish: real keys in real shells, and what a completion loads."""
 
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,91 +18,176 @@ from kvctl.formats import CACHE_FORMATS
 from kvctl.sources import catalogue
 
 SCRIPTS = Path(__file__).parent.parent / "completions"
-TITLED = ["Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "odd/a:b-one", "odd/a:c-two"]
-FORMATS = [fmt.name for fmt in CACHE_FORMATS]
+SHELLS = ("bash", "zsh", "fish")
+TAB, BELL, CLEAR = b"\t", b"\x07", b"\x15"
 
-Complete = Callable[[str], list[str]]
+# Each set-up makes Ctrl-G write the line that is being edited, and tells when the prompt is there.
+START = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+    "fish": ["fish", "--no-config", "-i"],
+}
+SET_UP = {
+    "bash": """
+source {scripts}/kvctl.bash
+bind -x '"\\C-g": printf %s "$READLINE_LINE" > line'
+touch ready
+""",
+    "zsh": """
+fpath=({scripts} $fpath); autoload -Uz compinit; compinit -u -D
+dump() {{ printf %s "$BUFFER" > line }}; zle -N dump; bindkey '^G' dump
+touch ready
+""",
+    "fish": """
+source {scripts}/kvctl.fish
+bind \\cg 'commandline > line'
+touch ready
+""",
+}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An empty folder but for models/, with a `kvctl` in bin/ that knows few models."""
-    (tmp_path / "models").mkdir()
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin" / "kvctl"
+class Terminal:
+    """A shell at a terminal of its own, in an empty folder but for models/."""
+
+    def __init__(self, shell: str, folder: Path) -> None:
+        self.folder = folder
+        env = {
+            **os.environ,
+            "HOME": str(folder),
+            "TERM": "dumb",
+            "PATH": f"{folder / 'programs'}{os.pathsep}{os.environ['PATH']}",
+        }
+        self.pid, self.screen = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe(shell, START[shell], env)
+        (folder / "setup").write_text(SET_UP[shell].format(scripts=SCRIPTS))
+        os.write(self.screen, b"source ./setup\n")
+        self.wait_for("ready")
+
+    def wait_for(self, name: str, key: bytes = b"") -> str:
+        """The content of a file that the shell is about to write; `key` asks for it."""
+        path = self.folder / name
+        for _ in range(100):
+            if key:
+                os.write(self.screen, key)
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end and not path.exists():
+                if select.select([self.screen], [], [], 0.02)[0]:
+                    os.read(self.screen, 65536)
+            if path.exists():
+                time.sleep(0.1)  # written, not only opened
+                text = path.read_text()
+                path.unlink()
+                return text
+        raise AssertionError(f"the shell writes no {name}")
+
+    def tab(self, line: str) -> str:
+        """The line after TAB."""
+        os.write(self.screen, line.encode() + TAB)
+        after = self.wait_for("line", BELL).rstrip("\n")
+        os.write(self.screen, CLEAR)
+        return after
+
+    def close(self) -> None:
+        os.close(self.screen)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture(scope="module", params=SHELLS)
+def terminal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "models").mkdir()
+    (folder / "programs").mkdir()
+    # A kvctl that knows few models, one of them with a colon in its name.
+    names = ["Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "odd/a:b-one", "odd/a:c-two"]
+    program = folder / "programs" / "kvctl"
     program.write_text(
-        textwrap.dedent(f"""\
-            #!{sys.executable}
-            from kvctl.cli import main
-            from kvctl.sources import catalogue
-            catalogue.names = lambda: {TITLED!r}
-            main()
-            """)
+        f"#!{sys.executable}\n"
+        "from kvctl.cli import main\n"
+        "from kvctl.sources import catalogue\n"
+        f"catalogue.names = lambda: {names!r}\n"
+        "main()\n"
     )
     program.chmod(0o755)
-    return tmp_path
+    terminal = Terminal(request.param, folder)
+    yield terminal
+    terminal.close()
 
 
-def shell(folder: Path, *argv: str) -> list[str]:
-    """Lines that a shell prints, with the folder's kvctl first on its path."""
-    if shutil.which(argv[0]) is None:
-        pytest.skip(f"{argv[0]} is not installed")
-    env = {**os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "HOME": str(folder), "TERM": "dumb"}
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-    assert done.stderr == ""
-    return done.stdout.split("\n")[:-1]
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("kvctl s", "kvctl size"),
+        ("kvctl --vers", "kvctl --version"),
+        ("kvctl size --expl", "kvctl size --explain"),
+        ("kvctl size --kv-dtype q8", "kvctl size --kv-dtype q8_0"),
+        ("kvctl size --kv-dtype=q8", "kvctl size --kv-dtype=q8_0"),
+        ("kvctl size --engine tr", "kvctl size --engine transformers"),
+        ("kvctl size -n 3 -f j", "kvctl size -n 3 -f json"),
+        ("kvctl size Qwen3-32", "kvctl size Qwen3-32B"),
+        ("kvctl size qwen3-32", "kvctl size Qwen3-32B"),
+        ("kvctl size Qwen/Qwen3-32", "kvctl size Qwen/Qwen3-32B"),
+        ("kvctl size meta-", "kvctl size meta-llama/Llama-3.1-70B"),
+        ("kvctl size odd/a:b", "kvctl size odd/a:b-one"),
+        ("kvctl size --ctx 4k --json lla", "kvctl size --ctx 4k --json Llama-3.1-70B"),
+        ("kvctl size Qwen3-32B meta-", "kvctl size Qwen3-32B meta-llama/Llama-3.1-70B"),
+        ("kvctl size ./mod", "kvctl size ./models/"),
+        ("kvctl size mod", "kvctl size models/"),
+        ("kvctl size --ctx mod", "kvctl size --ctx mod"),
+    ],
+)
+def test_tab(terminal: Terminal, line: str, after: str) -> None:
+    assert terminal.tab(line).rstrip(" ") == after
 
 
-BASH = """
-source "$1"
-COMP_LINE=$2 COMP_POINT=${#2}
-# As Readline does: words end at blanks, and = and : stand alone.
-read -ra COMP_WORDS <<<"$(sed -E 's/([=:])/ \\1 /g' <<<"$2")"
-[[ $2 == *" " ]] && COMP_WORDS+=("")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_kvctl kvctl "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
-[[ ${#COMPREPLY[@]} -eq 0 ]] || printf '%s\\n' "${COMPREPLY[@]}"
+@pytest.mark.parametrize("shell", SHELLS)
+def test_script_is_well_formed(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    script = SCRIPTS / ("_kvctl" if shell == "zsh" else f"kvctl.{shell}")
+    done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- what the scripts ask of the program -----------------------------------------------------
+
+RUN = """
+import sys
+sys.argv = ["kvctl"]
+from kvctl.cli import main
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
 """
 
-# A shell in a shell: its completion system only works at a prompt. Each match is written to a file.
-ZSH = """
-zmodload zsh/zpty
-zpty inner zsh -f -i
-zpty -w inner "fpath=($1 \\$fpath); autoload -Uz compinit; compinit -u -D"
-zpty -w inner 'compadd() { local -a found; builtin compadd -O found "$@"; print -rl -- $found >> matches; builtin compadd "$@" }'
-zpty -w inner 'finish() { touch done }; TRAPUSR1() { finish }'
-zpty -w inner 'list() { zle complete-word; touch done }; zle -N complete-word-and-tell list'
-zpty -w inner 'zle -C list-all list-choices _main_complete; tell() { zle list-all; touch done }; zle -N tell; bindkey "^I" tell; touch ready'
-repeat 200; do [[ -e ready ]] && break; sleep 0.05; done
-zpty -n -w inner "$2"$'\\t'
-repeat 200; do [[ -e done ]] && break; sleep 0.05; done
-zpty -d inner
-[[ -e done ]] && { [[ ! -e matches ]] || cat matches }
-"""
+
+def ask(words: str) -> tuple[list[str], set[str]]:
+    """Values for the last of `words`, and the modules that were loaded for them."""
+    env = {**os.environ, "_KVCTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split(), set(done.stderr.split())
 
 
-@pytest.fixture(params=["bash", "zsh", "fish"])
-def complete(request: pytest.FixtureRequest, folder: Path) -> Complete:
-    """What a shell offers for a line."""
-
-    def bash(line: str) -> list[str]:
-        return shell(folder, "bash", "--norc", "-c", BASH, "bash", str(SCRIPTS / "kvctl.bash"), line)
-
-    def zsh(line: str) -> list[str]:
-        return [found for found in shell(folder, "zsh", "-f", "-c", ZSH, "zsh", str(SCRIPTS), line) if found]
-
-    def fish(line: str) -> list[str]:
-        code = f"source {SCRIPTS / 'kvctl.fish'}; complete -C $argv[1]"
-        return [found.partition("\t")[0] for found in shell(folder, "fish", "--no-config", "-c", code, line)]
-
-    how: Complete = {"bash": bash, "zsh": zsh, "fish": fish}[request.param]
-    return how
+def test_every_catalogue_name_completes_long_and_short() -> None:
+    values, loaded = ask("kvctl size ")
+    names = catalogue.names()
+    assert len(names) > 50
+    assert {*names, *(name.rpartition("/")[2] for name in names)} <= set(values)
+    heavy = {"rich", "huggingface_hub", "httpx2", "pydantic", "numpy", "torch", "transformers"}
+    assert not loaded & heavy
 
 
-def test_commands(complete: Complete) -> None:
-    assert complete("kvctl s") == ["size"]
+def test_values_complete_from_the_tables() -> None:
+    assert ask("kvctl size --k-dtype ")[0] == ["auto", *(fmt.name for fmt in CACHE_FORMATS)]
+    assert ask("kvctl size --v-dtype q4")[0] == [fmt.name for fmt in CACHE_FORMATS if fmt.name.startswith("q4")]
 
 
-def test_options(complete: Complete) -> None:
-    assert complete("kvctl --vers") == ["--version"]
-    assert {found.rstrip("=") for found in complete("kvctl size --kv")} == {"--kv-dtype", "--kv-heads"}
+def test_a_completion_is_quick() -> None:
+    start = time.perf_counter()
+    ask("kvctl size Qwen")
+    # About 0.1 s on one core; the bound only catches a heavy import.
+    assert time.perf_counter() - start < 2

@@ -45,7 +45,9 @@ def test_nothing_is_left_over() -> None:
     assert generate.stale(FILES) == []
 
 
-def test_check_names_what_differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_what_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py"])
@@ -96,7 +98,17 @@ def test_readme_names_every_command(command: Any) -> None:
 @pytest.mark.parametrize("name", MAN_PAGES)
 def test_man_page_has_its_sections(name: str) -> None:
     titles = re.findall(r"^\.SH (.+)$", FILES[name], re.M)
-    wanted = ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXAMPLES", "EXIT STATUS", "ENVIRONMENT", "FILES", "SEE ALSO"]
+    wanted = [
+        "NAME",
+        "SYNOPSIS",
+        "DESCRIPTION",
+        "OPTIONS",
+        "EXAMPLES",
+        "EXIT STATUS",
+        "ENVIRONMENT",
+        "FILES",
+        "SEE ALSO",
+    ]
     assert [title for title in titles if title in wanted] == wanted
 
 

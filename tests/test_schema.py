@@ -142,7 +142,8 @@ def test_overrides_are_in_the_output(kvctl: Run, tmp_path: Path) -> None:
 
 
 def test_catalogue_models(kvctl: Run) -> None:
-    outcome = kvctl(*"size Qwen3-32B DeepSeek-V3 gpt-oss-120b --source catalogue --per-layer --explain --json".split())
+    models = ("Qwen3-32B", "DeepSeek-V3", "gpt-oss-120b")
+    outcome = kvctl("size", *models, "--source", "catalogue", "--per-layer", "--explain", "--json")
     results = check(outcome.json)
     assert any(result["weights"] for result in results)
     assert not list(undescribed(outcome.json, SIZE.schema))

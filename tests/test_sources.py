@@ -612,9 +612,15 @@ def test_files_behind_redirects(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -
         hub.storage = storage
         commit = hub.add("org/large", LLAMA).commit
         storage.add("org/large", LLAMA)
-        found = answers(resolve("org/large"), "hub")
-        assert found.provenance.revision == commit
-        assert [request.token for request in storage.requests] == [None]
+        hub.renamed["org/before"] = "org/large"
+        storage.renamed["org/large"], storage.repositories["blob/store"] = (
+            "blob/store",
+            storage.repositories["org/large"],
+        )
+        storage.repositories["blob/store"].revisions[commit] = commit
+        found = answers(resolve("org/before"), "hub")
+        assert (found.id, found.provenance.revision) == ("org/large", commit)
+        assert [request.token for request in storage.requests] == [None, None]
 
 
 def test_offline_by_setting(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

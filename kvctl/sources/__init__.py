@@ -31,12 +31,22 @@ class Found(Record):
     """False for catalogue rows that are not a whole config.json: what they leave out is not a class default."""
 
 
-_PAGE = re.compile(r"(?:hf://|https?://[^/]+/)(?:models/)?([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?[/?#]?.*")
+# What people paste: a model's page, or a file or folder of it.
+_PAGE = re.compile(r"(?:hf://(?:models/)?|https?://([^/]+)/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[/?#].*)?")
 
 
 def looks_like_path(name: str) -> bool:
     """True for what can only be meant as a file or folder."""
     return name.startswith((".", "/", "~")) or name.endswith((".json", ".gguf")) or (os.sep in name and os.path.exists(name))
+
+
+def _from_address(address: str) -> tuple[str, str | None]:
+    """Repository and revision of a Hub page; other addresses are not fetched."""
+    page = _PAGE.fullmatch(address)
+    hosts = {None, "huggingface.co", "www.huggingface.co", "hf.co", os.environ.get("HF_ENDPOINT", "").partition("://")[2].rstrip("/")}
+    if page is None or page[1] not in hosts:
+        raise UsageError("a model is given by name, not by this address", hint="download the file, or write organisation/name")
+    return page[2], page[3]
 
 
 def resolve(name: str, *, source: str | None = None, revision: str | None = None) -> Found:
@@ -47,10 +57,9 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
         from kvctl.sources import local
 
         return local.from_stdin()
-    page = _PAGE.fullmatch(name)
-    if page:
-        # The address of a model's page, as people paste it.
-        name, revision = page[1], revision or page[2]
+    if "://" in name:
+        name, of_page = _from_address(name)
+        revision = revision or of_page
     if source is None and (looks_like_path(name) or os.path.isdir(name)):
         from kvctl.sources import local
 

@@ -118,14 +118,14 @@ class _Hub:
             ) as response:
                 body = b"".join(self._read(response.iter_bytes(), end)) if response.status_code == 200 else b""
                 steps = [*response.history, response]
-                commits = [step.headers.get("X-Repo-Commit") for step in steps]
-                names = [_RESOLVE.search(self._below_endpoint(step.request.url.path)) for step in steps]
+                commits = [step.headers.get("X-Repo-Commit", "") for step in steps]
+                names = [self._repo_in(str(step.request.url)) for step in steps]
                 return _Answer(
                     response.status_code,
                     response.headers,
                     body,
-                    next((commit for commit in commits if commit), None),
-                    next((match["repo"] for match in reversed(names) if match), None),
+                    next((commit for commit in commits if _NAME.fullmatch(commit)), None),
+                    next((name for name in reversed(names) if name), None),
                 )
         # None of the causes is shown or chained: their texts can hold the token or a signed address.
         except self._client.errors.OfflineModeIsEnabled:
@@ -261,8 +261,13 @@ class _Hub:
         parts = urlsplit(self._endpoint)
         return jsonfile.plain(parts.netloc.rpartition("@")[2])
 
-    def _below_endpoint(self, path: str) -> str:
-        return path.removeprefix(urlsplit(self._endpoint).path)
+    def _repo_in(self, url: str) -> str | None:
+        """The repository that an address of this Hub belongs to; files may be stored elsewhere."""
+        here, there = urlsplit(self._endpoint), urlsplit(url)
+        match = _RESOLVE.match(there.path.removeprefix(here.path))
+        if match is None or (here.hostname, here.port) != (there.hostname, there.port):
+            return None
+        return match["repo"] if _NAME.fullmatch(match["repo"]) else None
 
     def _login(self) -> str:
         """Whose access was used, in words, and never the token itself."""
