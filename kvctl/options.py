@@ -65,12 +65,11 @@ def complete_engines(incomplete: str) -> list[str]:
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Catalogue names: full ids, and short names while no organisation is typed."""
+    """Catalogue names: full ids, and unique short names while no organisation is typed."""
     from kvctl.sources import catalogue
 
     typed = incomplete.lower()
     names = catalogue.names()
-    found = [name for name in names if name.lower().startswith(typed)]
     if "/" not in incomplete:
-        found += [short for short in (name.rpartition("/")[2] for name in names) if short.lower().startswith(typed)]
-    return list(dict.fromkeys(found))
+        names += catalogue.short_names()
+    return [name for name in names if name.lower().startswith(typed)]

@@ -87,7 +87,7 @@ class Fix(NamedTuple):
 
 # -- what rows leave out, and is certain -----------------------------------------------------
 
-_BLOOM = "hidden size from the exact parameter count (250,880 × h + 12 × layers × h² + …); maximum length from the model card"
+_BLOOM = "hidden size from the exact parameter count (250,880 × h + 12 × layers × h² + …); length from the model card"
 _LLAMA = "a LLaMA by name and shape"
 _LLAMA2 = "maximum length of Llama 2; the copy is of an early upload"
 _NEOX = "a GPT-NeoX by name and shape"
@@ -184,6 +184,9 @@ FIXES: dict[str, Fix] = {
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": Fix(_NEMOTRON, {"n_groups": 8, "conv_kernel": 4}),
     "openai-community/gpt2-large": _typed("gpt2", "by name and keys", n_positions=1024),
     "openai-community/gpt2-xl": _typed("gpt2", "by name and keys", n_positions=1024),
+    "OpenGVLab/InternVL2_5-1B": Fix(
+        "dtype of the published checkpoint; the copy was saved in float32",
+        {"torch_dtype": "bfloat16", "llm_config.torch_dtype": "bfloat16"}),
     "openlm-research/open_llama_13b": _typed("llama", _LLAMA),
     "openlm-research/open_llama_3b": _typed("llama", _LLAMA),
     "openlm-research/open_llama_7b": _typed("llama", _LLAMA),

@@ -43,6 +43,7 @@ EXIT_MEANING = {
 
 ENVIRONMENT = {
     "KVCTL_DEBUG": "1 shows the traceback of an error instead of one line.",
+    "KVCTL_HUB_TIMEOUT": "Seconds to wait for the Hub before giving up; default: the Hub client's.",
     "NO_COLOR": "Set to anything: no colours.",
     "COLUMNS": "Width of tables; default: the terminal's, or 120 into a pipe.",
     "HF_HOME": "Folder of the Hub client, with its cache and token.",
@@ -343,7 +344,8 @@ class Command:
 
     @property
     def description(self) -> list[str]:
-        return [" ".join(text.split()) for text in self._paragraphs if not text.startswith("\b")] + list(ABOUT.get(self.path, ()))
+        prose = [" ".join(text.split()) for text in self._paragraphs if not text.startswith("\b")]
+        return prose + list(ABOUT.get(self.path, ()))
 
     @property
     def examples(self) -> list[str]:
@@ -357,7 +359,8 @@ class Command:
 
     @cached_property
     def params(self) -> list[Param]:
-        return [Param(raw, self.context) for raw in self.raw.get_params(self.context) if not getattr(raw, "hidden", False)]
+        shown = (raw for raw in self.raw.get_params(self.context) if not raw.hidden)
+        return [Param(raw, self.context) for raw in shown]
 
     @property
     def options(self) -> list[Param]:
@@ -386,6 +389,8 @@ def commands() -> list[Command]:
 
 @dataclass(frozen=True)
 class Code:
+    """Command lines."""
+
     lines: list[str]
 
 
@@ -398,8 +403,10 @@ class Items:
 
 @dataclass(frozen=True)
 class Table:
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    """Three columns: name, number, text."""
+
+    header: tuple[str, str, str]
+    rows: list[tuple[str, str, str]]
 
 
 Block = str | Code | Items | Table
@@ -445,19 +452,25 @@ def size_sections() -> Iterator[Section]:
     yield "Engines", ["Whose rules count the bytes:", named(engines)]
     yield "Layer states", ["What a layer may keep, in the words of the output:", named(KINDS)]
     formats = [(fmt.name, f"{fmt.bits:g}", fmt.scheme) for fmt in CACHE_FORMATS]
-    yield "Cache formats", [
-        "Bytes are counted as stored, scales included. A row is what one token holds in one layer, all KV heads "
-        "together; a row that does not fill its last block still takes all of it. Names of torch (bfloat16, "
-        "float8_e4m3fn) are understood too.",
-        Table(("Format", "Bits", "Scheme"), formats),
-    ]
-    yield "JSON", [
-        "--json prints one object: schema (kvctl.size/1), kvctl_version, and results, one for each model and context. "
-        "Bytes are integers and never rounded. The JSON Schema comes with the package, as "
-        "kvctl/data/schemas/kvctl.size-1.json. A result has these keys; later versions may add some:",
-        named({key: value["description"] for key, value in SIZE_RESULT["properties"].items()}),
-        "--list-models --json prints the catalogue (schema kvctl.models/1).",
-    ]
+    yield (
+        "Cache formats",
+        [
+            "Bytes are counted as stored, scales included. A row is what one token holds in one layer, all KV heads "
+            "together; a row that does not fill its last block still takes all of it. Names of torch (bfloat16, "
+            "float8_e4m3fn) are understood too.",
+            Table(("Format", "Bits", "Scheme"), formats),
+        ],
+    )
+    yield (
+        "JSON",
+        [
+            "--json prints one object: schema (kvctl.size/1), kvctl_version, and results, one for each model and context. "
+            "Bytes are integers and never rounded. The JSON Schema comes with the package, as "
+            "kvctl/data/schemas/kvctl.size-1.json. A result has these keys; later versions may add some:",
+            named({key: value["description"] for key, value in SIZE_RESULT["properties"].items()}),
+            "--list-models --json prints the catalogue (schema kvctl.models/1).",
+        ],
+    )
 
 
 # -- roff --------------------------------------------------------------------------------------
@@ -481,17 +494,18 @@ def fill(text: str) -> str:
     return "\n".join("\\&" + line if line.startswith(".") else line for line in lines)
 
 
+def roff_term(names: list[str], value: str) -> str:
+    bold = ", ".join(f"\\fB{esc(name)}\\fR" for name in names)
+    return f"{bold} \\fI{esc(value)}\\fR".strip() if value else bold
+
+
 def roff_block(block: Block) -> str:
     if isinstance(block, str):
         return ".PP\n" + fill(block)
     if isinstance(block, Code):
         return ".PP\n.EX\n" + "\n".join(esc(line) for line in block.lines) + "\n.EE"
     if isinstance(block, Items):
-        return "\n".join(
-            ".TP\n" + " ".join(filter(None, [", ".join(f"\\fB{esc(n)}\\fR" for n in names), f"\\fI{esc(value)}\\fR" if value else ""]))
-            + "\n" + fill(text)
-            for names, value, text in block.rows
-        )  # fmt: skip
+        return "\n".join(f".TP\n{roff_term(names, value)}\n{fill(text)}" for names, value, text in block.rows)
     head = "\t".join(block.header)
     # The last column wraps (a text block), numbers in the middle stand right.
     rows = "\n".join("\t".join(map(esc, row[:-1])) + "\tT{\n" + fill(row[-1]) + "\nT}" for row in block.rows)
@@ -539,7 +553,8 @@ def markdown_block(block: Block) -> str:
     if isinstance(block, Code):
         return "```sh\n" + "\n".join(block.lines) + "\n```"
     if isinstance(block, Items):
-        return "\n".join(f"- `{' '.join(filter(None, [', '.join(names), value]))}`: {md(text)}" for names, value, text in block.rows)
+        terms = [f"{', '.join(names)} {value}".strip() for names, value, _ in block.rows]
+        return "\n".join(f"- `{term}`: {md(row[2])}" for term, row in zip(terms, block.rows, strict=True))
     lines = [block.header, ("---", "---:", "---"), *(tuple(map(md, row)) for row in block.rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -678,7 +693,9 @@ def bash_case(command: Command, every: list[Command]) -> str:
     elif command.arguments:
         branches[bash_action(command, command.arguments[0])] = ["*"]
     lines = [f"                {'|'.join(patterns)}) {action} ;;" for action, patterns in branches.items()]
-    return "\n".join([f"        {name})", "            case $prev,$cur in", *lines, "            esac", "            ;;"])
+    return "\n".join(
+        [f"        {name})", "            case $prev,$cur in", *lines, "            esac", "            ;;"]
+    )
 
 
 def zsh_text(text: str) -> str:
@@ -717,18 +734,19 @@ def fish_lines(command: Command, every: list[Command]) -> Iterator[str]:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
     root = command is every[0]
-    base = "complete -c kvctl -n " + ("__fish_use_subcommand" if root else f"'__fish_seen_subcommand_from {command.name}'")
+    where = "__fish_use_subcommand" if root else f"__fish_seen_subcommand_from {command.name}"
+    base = f"complete -c kvctl -n {quote(where)}"
     for other in every[1:] if root else ():
         yield f"{base} -f -a {other.name} -d {quote(other.summary)}"
     for param in command.params:
         names = "".join(f" -l {n[2:]}" if n.startswith("--") else f" -s {n[1:]}" for n in param.names)
-        values = f" -a '(__kvctl_ask {asked(command, param)})'" if param.ask else f" -a {quote(' '.join(param.words))}" if param.words else ""
-        if not param.names:
-            if values:
-                yield base + values
-            continue
-        kind = "" if not param.metavar else " -r" if param.takes_files else " -x"
-        yield f"{base}{names}{kind}{values} -d {quote(param.summary)}"
+        words = f"(__kvctl_ask {asked(command, param)})" if param.ask else " ".join(param.words)
+        values = f" -a {quote(words)}" if words else ""
+        if param.names:
+            kind = "" if not param.metavar else " -r" if param.takes_files else " -x"
+            yield f"{base}{names}{kind}{values} -d {quote(param.summary)}"
+        elif values:
+            yield base + values
 
 
 def completions(every: list[Command]) -> dict[str, str]:
@@ -737,6 +755,7 @@ def completions(every: list[Command]) -> dict[str, str]:
     def join(specs: list[str]) -> str:
         return " \\\n".join("        " + spec for spec in specs)
 
+    lines = [line for c in every for line in fish_lines(c, every)]
     functions = "".join(f"\n_kvctl_{c.name}() {{\n    _arguments -s \\\n{join(zsh_specs(c))}\n}}\n" for c in below)
     described = "\n".join(f"        '{c.name}:{zsh_text(c.summary)}'" for c in below)
     return {
@@ -744,7 +763,7 @@ def completions(every: list[Command]) -> dict[str, str]:
         "completions/_kvctl": ZSH.format(
             header=HEADER, functions=functions, commands=described, options=join(zsh_specs(root)) + " \\"
         ),
-        "completions/kvctl.fish": FISH.format(header=HEADER, lines="\n".join(ln for c in every for ln in fish_lines(c, every))),
+        "completions/kvctl.fish": FISH.format(header=HEADER, lines="\n".join(lines)),
     }
 
 
@@ -758,13 +777,18 @@ def files() -> dict[str, str]:
     out |= completions(every)
     out["docs/cli.md"] = reference(every)
     for name, schema in SCHEMAS.items():
-        out[f"kvctl/data/schemas/{name.replace('/', '-')}.json"] = json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+        path = f"kvctl/data/schemas/{name.replace('/', '-')}.json"
+        out[path] = json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
     return out
 
 
 def stale(wanted: dict[str, str]) -> list[str]:
     """Files that differ from what the code says, and pages of commands that are gone."""
-    differ = [name for name, text in wanted.items() if not (ROOT / name).exists() or (ROOT / name).read_text(encoding="utf-8") != text]
+
+    def same(path: Path, text: str) -> bool:
+        return path.exists() and path.read_text(encoding="utf-8") == text
+
+    differ = [name for name, text in wanted.items() if not same(ROOT / name, text)]
     there = [*ROOT.glob("man/*.1"), *ROOT.glob("kvctl/data/schemas/*.json")]
     return differ + sorted(name for path in there if (name := path.relative_to(ROOT).as_posix()) not in wanted)
 

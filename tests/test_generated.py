@@ -129,3 +129,8 @@ def test_text_survives_roff() -> None:
 def test_every_exit_code_is_explained() -> None:
     page = plain(FILES["man/kvctl.1"])
     assert all(f"\n{int(code)}\n" in page for code in generate.ExitCode)
+
+
+def test_every_variable_of_its_own_is_explained() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kvctl").rglob("*.py"))
+    assert set(re.findall(r"\bKVCTL_[A-Z_]+\b", sources)) <= set(generate.ENVIRONMENT)

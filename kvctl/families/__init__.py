@@ -95,6 +95,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("attention:falcon", _types("falcon")),
     Family("attention:refined_web", _types("RefinedWeb RefinedWebModel")),
     Family("attention:gpt_bigcode", _types("gpt_bigcode")),
+    Family("attention:bloom", _types("bloom")),
     Family("attention:gpt_neo", _types("gpt_neo")),
     Family("attention:dbrx", _types("dbrx")),
     Family("attention:mpt", _types("mpt")),
@@ -124,7 +125,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("attention:split_hidden", _types(
         "deepseek_ocr2_text unlimited_ocr_text chameleon qwen2_vl_text qwen2_5_vl_text idefics")),
     Family("attention:multi_head", _types(
-        "bloom biogpt codegen ctrl git gptj gpt_neox gpt_neox_japanese imagegpt kosmos_2_text_model "
+        "biogpt codegen ctrl git gptj gpt_neox gpt_neox_japanese imagegpt kosmos_2_text_model "
         "kosmos_2_5_text_model opt persimmon xglm xlm baichuan xverse")),
     # Plain attention: KV heads and head width as given
     Family("attention:grouped_query", _types(
@@ -192,12 +193,23 @@ def known_types() -> tuple[str, ...]:
     return tuple(_readers())
 
 
+def _wraps_its_own_kind(f: Fields, reader: str) -> bool:
+    """A file that names the language model's type at the top, and keeps its fields nested."""
+    if not reader.startswith(("attention:", "latent:", "linear:")):
+        return False  # these readers find their nested decoder themselves
+    layers = {"num_hidden_layers", f.stored_name("num_hidden_layers"), "layer_types", "layers_block_type"}
+    if layers & f.raw.keys():
+        return False
+    return any(isinstance(f.raw.get(name), Mapping) and layers & f.raw[name].keys() for name in NESTED_NAMES)
+
+
 def text_fields(f: Fields, depth: int = 0) -> Fields:
     """The part of a configuration that describes the layers with the cache.
 
     A type with a family of its own is read as it is; a wrapper leads to what it wraps.
     """
-    if find_reader(f.type) is not None:
+    reader = _readers().get(f.type)
+    if reader is not None and not _wraps_its_own_kind(f, reader):
         return f
     if depth >= _MAX_NESTING:
         raise ConfigError(f"{f.path}: configurations nested too deep")

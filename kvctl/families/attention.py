@@ -126,6 +126,12 @@ def decoder_only_bert(f: Fields) -> Layers:
     return multi_head(f)
 
 
+def bloom(f: Fields) -> Layers:
+    """Multi-head; old files give the width as n_embed."""
+    width = f.optional_number("n_embed")
+    return multi_head(f if width is None else f.with_values(hidden_size=width))
+
+
 def gpt_neo(f: Fields) -> Layers:
     """Global and local layers; transformers keeps local layers in full."""
     n = f.layers()

@@ -26,10 +26,11 @@ def is_decoder_only(f: Fields) -> bool:
     """Whether the decoder runs alone: the model class decides, else `is_encoder_decoder`."""
     names = f.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
+        # T5WithLMHeadModel is an old name of the whole model.
+        if "ConditionalGeneration" in names[0] or "EncoderDecoder" in names[0] or names[0].startswith("T5With"):
+            return False
         if names[0].endswith(_DECODER_ONLY_ENDINGS):
             return True
-        if "ConditionalGeneration" in names[0] or "EncoderDecoder" in names[0]:
-            return False
     return not f.flag("is_encoder_decoder")
 
 

@@ -7,10 +7,9 @@ scripts/build_catalogue.py.
 from __future__ import annotations
 
 import json
-import re
+import os
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from kvctl.errors import SourceError, UsageError
@@ -18,25 +17,24 @@ from kvctl.formats import model_dtype
 from kvctl.sources import Found
 from kvctl.spec import Provenance, Weights
 
-_NAME = re.compile(r'^\{"id":"([^"]+)"(,"incomplete")?', re.MULTILINE)
+# importlib.resources would cost more than a look-up.
+_PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "catalogue.jsonl")
+_START = '{"id":"'
 
 
 @cache
-def _text() -> str:
-    return resources.files("kvctl").joinpath("data/catalogue.jsonl").read_text("utf-8")
-
-
-@cache
-def _starts() -> Mapping[str, int]:
-    """Where the line of each model starts."""
-    return {match[1]: match.start() for match in _NAME.finditer(_text())}
+def _lines() -> Mapping[str, str]:
+    """The unparsed line of each model."""
+    with open(_PATH, encoding="utf-8") as file:
+        lines = file.read().split("\n")
+    return {line[len(_START) : line.index('"', len(_START))]: line for line in lines if line.startswith(_START)}
 
 
 @cache
 def _spellings() -> Mapping[str, tuple[str, ...]]:
     """Lower-case full and short names → full names."""
     out: dict[str, tuple[str, ...]] = {}
-    for name in _starts():
+    for name in _lines():
         for spelling in {name.lower(), _short(name).lower()}:
             out[spelling] = (*out.get(spelling, ()), name)
     return out
@@ -46,17 +44,12 @@ def _short(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _line(name: str) -> Any:
-    start = _starts()[name]
-    return json.loads(_text()[start : _text().index("\n", start)])
-
-
 def full_name(name: str) -> str:
     """The full id that `name` means, whatever its case, with or without organisation.
 
     An unknown name comes back unchanged; one that two models share is a UsageError.
     """
-    if name in _starts():
+    if name in _lines():
         return name
     matches = _spellings().get(name.lower(), ())
     if len(matches) > 1:
@@ -66,16 +59,16 @@ def full_name(name: str) -> str:
 
 def has(name: str) -> bool:
     """True for names of exactly one model here (one without enough facts included)."""
-    return name in _starts() or len(_spellings().get(name.lower(), ())) == 1
+    return name in _lines() or len(_spellings().get(name.lower(), ())) == 1
 
 
 def find(name: str) -> Found:
     """The model's configuration; SourceError where it is unknown, or known in part only."""
     full = full_name(name)
-    if full not in _starts():
+    if full not in _lines():
         near = nearest(name)
         raise SourceError(f"{name} is not in the catalogue", hint="nearest: " + ", ".join(near) if near else None)
-    row = _line(full)
+    row = json.loads(_lines()[full])
     if "incomplete" in row:
         raise SourceError(
             f"the catalogue cannot size {full}: {row['incomplete']}",
@@ -104,7 +97,16 @@ def _weights(row: Mapping[str, Any]) -> Weights | None:
 
 def names() -> list[str]:
     """Full ids of all models that can be sized from here, in the order of the file."""
-    return [match[1] for match in _NAME.finditer(_text()) if not match[2]]
+    return [name for name, line in _lines().items() if not line.startswith(',"incomplete"', len(_START) + len(name) + 1)]
+
+
+def short_names() -> list[str]:
+    """Names without organisation that mean one model, where they differ from its full id."""
+    sized = set(names())
+    return [
+        _short(found[0]) for spelling, found in _spellings().items()
+        if len(found) == 1 and found[0] in sized and "/" in found[0] and spelling == _short(found[0]).lower()
+    ]  # fmt: skip
 
 
 def listing(pattern: str = "", *, incomplete: bool = False) -> list[dict[str, Any]]:
@@ -116,10 +118,10 @@ def listing(pattern: str = "", *, incomplete: bool = False) -> list[dict[str, An
     if any(sign in wanted for sign in "*?["):
         from fnmatch import fnmatchcase
 
-        found = [name for name in _starts() if any(fnmatchcase(part.lower(), wanted) for part in (name, _short(name)))]
+        found = [name for name in _lines() if any(fnmatchcase(part.lower(), wanted) for part in (name, _short(name)))]
     else:
-        found = [name for name in _starts() if wanted in name.lower()]
-    rows = [_line(name) for name in found]
+        found = [name for name in _lines() if wanted in name.lower()]
+    rows = [json.loads(_lines()[name]) for name in found]
     return [_listed(row) for row in rows if ("incomplete" in row) is incomplete]
 
 
@@ -156,4 +158,4 @@ _LIKE = 0.6
 
 
 def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]", "", name.lower())
+    return "".join(char for char in name.lower() if char.isalnum() or char == ".")
