@@ -85,7 +85,7 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
     text = text_fields(root)
     notes = list(found.notes)
     if find_reader(text.type) is None:
-        notes.append(f"model type {text.type or '(none)'!r} is not known: read as standard attention, all keys checked")
+        notes.append(f"model type {text.type[:60] or '(none)'!r} is not known: read as standard attention, all keys checked")
     cross = any(isinstance(state, CrossAttention) for layer in layers for state in layer.states)
     spec = ModelSpec(
         id=found.id,

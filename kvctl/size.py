@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvctl import explain
 from kvctl.engines import Engine
 from kvctl.formats import BF16, CacheFormat, DType, plain
 from kvctl.record import Record
@@ -86,6 +85,8 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     naive = spec.naive.size(work, fmt) if spec.naive is not None else None
     formulas: Sequence[Formula] = ()
     if plan.explain:
+        from kvctl import explain
+
         formulas = explain.formulas(spec, work, fmt, plan.engine, copies, shared_copies)
     whole = growth.denominator == 1
     return SizeResult(

@@ -315,6 +315,7 @@ ACCEPTED: tuple[Accept, ...] = (
     Accept("mamba", "intermediate_size", "expand × hidden_size"),
     Accept("mpt", "attn_config attn_type", "multi-head, says the model card"),
     Accept("hunyuan hunyuan_image_3_moe", "use_cla use_mla", "off, as in the file of Hunyuan-A13B"),
+    Accept("bloom", "n_embed", "an old spelling of hidden_size, which the row has"),
     Accept("gpt2", "add_cross_attention", "a decoder alone"),
     Accept("t5", "num_decoder_layers architectures is_encoder_decoder", "two stacks of equal depth"),
     Accept("qwen", "kv_channels", "the row has head_dim"),

@@ -79,7 +79,7 @@ def _make(f: Fields, kind: str, makers: Mapping[str, Maker]) -> Layer:
     maker = makers.get(kind)
     if maker is None:
         raise ConfigError(
-            f"{f.path}layer_types holds {kind[:40]!r}, which {f.type or 'this family'} is not known to have",
+            f"{f.path}layer_types holds {kind[:40]!r}, which {f.type[:60] or 'this family'} is not known to have",
             hint="known here: " + ", ".join([*makers, MOE, MLP]),
         )
     return maker(f)

@@ -134,7 +134,7 @@ class Fields:
         value = self.get(name)
         if value is None:
             raise ConfigError(
-                f"{self.path}{name} is missing from the configuration of {self.type or 'this model'}",
+                f"{self.path}{name} is missing from the configuration of {self.type[:60] or 'this model'}",
                 hint=f"give it with --set {self.path}{name}=N",
             )
         return self.as_number(name, value, minimum)

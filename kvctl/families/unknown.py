@@ -39,7 +39,7 @@ def hints(f: Fields) -> list[str]:
 
 def read_unknown(f: Fields) -> Layers:
     """Standard attention from standard fields, or a refusal that names what stands in the way."""
-    name = f.type or "no model_type"
+    name = f.type[:60] or "no model_type"
     doubtful = hints(f)
     if doubtful:
         raise ConfigError(

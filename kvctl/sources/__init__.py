@@ -45,7 +45,10 @@ def _from_address(address: str) -> tuple[str, str | None]:
     page = _PAGE.fullmatch(address)
     hosts = {None, "huggingface.co", "www.huggingface.co", "hf.co", os.environ.get("HF_ENDPOINT", "").partition("://")[2].rstrip("/")}
     if page is None or page[1] not in hosts:
-        raise UsageError("a model is given by name, not by this address", hint="download the file, or write organisation/name")
+        raise SourceError(
+            f"{address[:200]} is an address, and kvctl reads files and Hub names",
+            hint="name the repository (org/name), or pipe the file: curl -L ADDRESS | kvctl size -",
+        )
     return page[2], page[3]
 
 

@@ -25,11 +25,6 @@ def from_path(name: str) -> Found:
     """The configuration in a folder or a file."""
     path = Path(os.path.expanduser(name))
     where = jsonfile.plain(name)
-    if "://" in name:
-        raise SourceError(
-            f"{where} is an address, and kvctl reads files and Hub names",
-            hint="name the repository (org/name), or pipe the file: curl -L ADDRESS | kvctl size -",
-        )
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
