@@ -41,6 +41,7 @@ $(VENV)/python-ok:
 $(VENV)/installed: $(VENV)/python-ok pyproject.toml
 	@echo "installing kvctl into $(VENV) (once) ..." >&2
 	@$(PIP) --editable .
+	@$(BIN)/python -m compileall -q kvctl
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

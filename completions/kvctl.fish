@@ -27,7 +27,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l set -x -d 'What if: r
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l layers -x -d 'Size a bare shape without a model'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-heads -x -d 'KV heads of a bare shape'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l head-dim -x -d 'Head width of a bare shape'
-complete -c kvctl -n '__fish_seen_subcommand_from size' -l source -x -d 'Where to look'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l source -x -a 'catalogue cache hub' -d 'Where to look'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l revision -x -d 'Branch, tag or commit on the Hub'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s e -l explain -d 'Print the formula of every kind of layer with this model\'s numbers'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l per-layer -d 'List every layer'

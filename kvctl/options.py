@@ -64,12 +64,18 @@ def complete_engines(incomplete: str) -> list[str]:
     return [engine.name for engine in ENGINES if engine.name.startswith(incomplete.lower())]
 
 
+def complete_sources(incomplete: str) -> list[str]:
+    """Sources that start so."""
+    from kvctl.sources import SOURCES
+
+    return [name for name in SOURCES if name.startswith(incomplete.lower())]
+
+
 def complete_models(incomplete: str) -> list[str]:
     """Catalogue names: full ids, and unique short names while no organisation is typed."""
     from kvctl.sources import catalogue
 
-    typed = incomplete.lower()
     names = catalogue.names()
     if "/" not in incomplete:
         names += catalogue.short_names()
-    return [name for name in names if name.lower().startswith(typed)]
+    return [name for name in names if name.lower().startswith(incomplete.lower())]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvctl import __version__
 from kvctl.reports import SizeReport, SizeResult
 from kvctl.units import format_bytes, format_count, plural
 
@@ -47,7 +48,7 @@ def emit_listing(rows: Sequence[dict[str, Any]], form: str) -> None:
     """Print catalogue rows: id, model_type, parameters, max_context."""
     _forgive_encoding()
     if form == "json":
-        _json({"schema": "kvctl.models/1", "models": list(rows)})
+        _json({"schema": "kvctl.models/1", "kvctl_version": __version__, "models": list(rows)})
     elif form == "csv":
         _csv(rows)
     elif form == "md":

@@ -261,7 +261,6 @@ SCHEMAS = {
         "kvctl.models/1",
         "What kvctl size --list-models --json prints",
         {"kvctl_version": VERSION, "models": of("array", "The catalogue's models.", items=LISTED_MODEL)},
-        optional=("kvctl_version",),
     ),
 }
 

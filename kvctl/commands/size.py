@@ -13,6 +13,7 @@ from kvctl.options import (
     complete_engines,
     complete_models,
     complete_output_formats,
+    complete_sources,
 )
 
 
@@ -44,7 +45,7 @@ def size(
     layers: Annotated[Optional[int], typer.Option("--layers", metavar="N", help="Size a bare shape without a model: layers, with --kv-heads and --head-dim.", show_default=False)] = None,
     kv_heads: Annotated[Optional[int], typer.Option("--kv-heads", metavar="N", help="KV heads of a bare shape.", show_default=False)] = None,
     head_dim: Annotated[Optional[int], typer.Option("--head-dim", metavar="N", help="Head width of a bare shape.", show_default=False)] = None,
-    source: Annotated[Optional[str], typer.Option("--source", metavar="NAME", help="Where to look: catalogue, cache (the Hub's, on this machine) or hub. Default: a path, then the cache, the catalogue, the Hub.", show_default=False)] = None,
+    source: Annotated[Optional[str], typer.Option("--source", metavar="NAME", help="Where to look: catalogue, cache (the Hub's, on this machine) or hub. Default: a path, then the cache, the catalogue, the Hub.", show_default=False, autocompletion=complete_sources)] = None,
     revision: Annotated[Optional[str], typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False)] = None,
     explain: Annotated[bool, typer.Option("--explain", "-e", help="Print the formula of every kind of layer with this model's numbers.")] = False,
     per_layer: Annotated[bool, typer.Option("--per-layer", help="List every layer (JSON and CSV: in layer order).")] = False,
