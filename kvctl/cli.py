@@ -53,21 +53,30 @@ def run() -> int:
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
+        if code == ExitCode.INTERRUPTED:  # Typer's word for Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else ExitCode.OK
     except KvctlError as err:
         if debug:
             raise
         return _say(err.message, err.hint, err.exit_code)
+    except SystemExit as leave:
+        # Typer turns a broken pipe into this, with its own wrapper around the streams.
+        return _reader_gone() if type(sys.stdout).__name__ == "PacifyFlushWrapper" else int(leave.code or 0)
     except BrokenPipeError:
-        # The reader has gone (kvctl … | head): not an error, and nothing more may be written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+        return _reader_gone()
     except KeyboardInterrupt:
         return _say("interrupted", None, ExitCode.INTERRUPTED)
     except Exception as err:  # the last net: a fault of kvctl's own still gets one line
         if debug:
             raise
         return _usage_or_fault(err)
+
+
+def _reader_gone() -> int:
+    """kvctl … | head: not an error, and nothing more may be written, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.OK
 
 
 def _usage_or_fault(err: Exception) -> int:

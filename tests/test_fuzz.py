@@ -15,10 +15,11 @@ from kvctl.engines import ENGINES
 from kvctl.errors import KvctlError
 from kvctl.model import build_spec
 from kvctl.size import SizePlan, contexts_for, size
-from kvctl.sources import Found
+from kvctl.sources import Found, catalogue
 from kvctl.spec import Provenance
 
 BASES = [case["config"] for case in measured_cases("transformers.jsonl")]
+BASES += [dict(catalogue.find(name).config) for name in catalogue.names()]
 
 WEIRD = st.one_of(
     st.none(),
@@ -61,7 +62,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
         path = draw(st.sampled_from(every))
         put(config, path, draw(WEIRD), delete=draw(st.booleans()))
     if draw(st.integers(0, 9)) == 0:
-        config["model_type"] = draw(st.one_of(WEIRD, st.sampled_from([base["model_type"] for base in BASES])))
+        config["model_type"] = draw(st.one_of(WEIRD, st.sampled_from([base.get("model_type", "") for base in BASES])))
     return config
 
 
