@@ -1,6 +1,6 @@
 """Write measured caches as compact test data.
 
-    python scripts/compact_oracles.py OUT.jsonl FOLDER...
+    python scripts/compact_oracles.py OUT.jsonl[.gz] FOLDER...
 
 Each FOLDER holds one JSON file a case, as a run of transformers wrote it: `config` (what
 the saved config.json holds) and `runs` with the real bytes of every tensor of the cache.
@@ -10,6 +10,7 @@ One output line a case: name, config, and the distinct runs as
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -74,7 +75,9 @@ def main() -> None:
                 f'{{"name":{json.dumps(path.stem)},"measured":{json.dumps(versions)},"config":{config},'
                 f'"runs":[{",".join(sorted(runs))}]}}'
             )
-    out.write_text("\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
+    # No time stamp in the archive: the same cases give the same bytes.
+    out.write_bytes(gzip.compress(text.encode(), 9, mtime=0) if out.suffix == ".gz" else text.encode())
     print(f"{out}: {len(lines)} cases, {out.stat().st_size:,} bytes")
 
 

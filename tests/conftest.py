@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Callable
@@ -25,7 +26,9 @@ class Outcome(NamedTuple):
 
 def measured_cases(name: str) -> list[dict[str, Any]]:
     """Cases of a compact file of measured caches."""
-    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+    data = (DATA / name).read_bytes()
+    text = gzip.decompress(data) if name.endswith(".gz") else data
+    return [json.loads(line) for line in text.decode().splitlines()]
 
 
 @pytest.fixture

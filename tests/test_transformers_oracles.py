@@ -20,7 +20,7 @@ from kvctl.size import SizePlan, size
 from kvctl.sources import Found
 from kvctl.spec import Provenance
 
-FILES = ("transformers.jsonl", "transformers_more.jsonl")
+FILES = ("transformers.jsonl", "transformers_more.jsonl.gz")
 # Hashing decides what these keep; they are refused by name.
 REFUSED = {"reformer"}
 

@@ -155,6 +155,9 @@ def gpt_neo(f: Fields) -> Layers:
 
 def falcon(f: Fields) -> Layers:
     """Multi-query by default; the new architecture has groups, which transformers repeats before caching."""
+    width = f.optional_number("n_embed")
+    if width is not None:
+        f = f.with_values(hidden_size=width)
     heads = f.number("num_attention_heads")
     dim = derived_head_dim(f)
     groups = f.optional_number("num_kv_heads") or f.optional_number("n_head_kv") or heads

@@ -160,7 +160,8 @@ def mllama(f: Fields) -> Layers:
     """Llama 3.2 Vision: the listed layers look at the image, all others at the text."""
     dim = derived_head_dim(f)
     kv = kv_heads(f)
-    cross_at = set(f.entries("cross_attention_layers") or [3, 8, 13, 18, 23, 28, 33, 38])
+    listed = f.entries("cross_attention_layers")
+    cross_at = set([3, 8, 13, 18, 23, 28, 33, 38] if listed is None else listed)
     text = Layer((FullAttention(kv, dim, dim),))
     image = Layer((CrossAttention(kv, dim, dim),))
     return tuple(image if i in cross_at else text for i in range(f.layers()))

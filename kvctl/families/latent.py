@@ -42,11 +42,9 @@ def deepseek_v2(f: Fields) -> Layers:
 
 
 def longcat(f: Fields) -> Layers:
-    """Two attentions, so two latents, in every layer."""
-    count = f.optional_number("num_layers")
-    if count is None:
-        count = f.layers("num_hidden_layers") // 2
-    return repeat(2 * count, Layer((latent_of(f),)))
+    """Two attentions, so two latents, in every layer; num_hidden_layers, where given, counts them all and wins."""
+    both = f.optional_number("num_hidden_layers", minimum=0)
+    return repeat(2 * f.layers("num_layers") if both is None else both // 2 * 2, Layer((latent_of(f),)))
 
 
 def indexer_kinds(f: Fields, n: int, *, default: str = "") -> list[bool]:
