@@ -22,6 +22,7 @@ from kvctl.spec import (
     SlidingWindow,
     Workload,
 )
+from kvctl.units import plural
 
 
 def formulas(
@@ -41,7 +42,7 @@ def formulas(
     lines = []
     for (kind, text), (count, total, times) in merged.items():
         sequences = f" × {times:,} sequences" if times > 1 else ""
-        lines.append(Formula(count, kind, f"{count:,} layers × {text}{sequences} = {total:,} B", total))
+        lines.append(Formula(count, kind, f"{plural(count, 'layer')} × {text}{sequences} = {total:,} B", total))
     return lines
 
 
@@ -77,11 +78,14 @@ def _state(state: LayerState, work: Workload, fmt: Formats, engine: Engine) -> s
         row = state.kv_heads
         head_scale = ""
         if fmt.key.head_bytes or fmt.value.head_bytes:
-            head_scale = f" + {row} heads × {fmt.key.head_bytes + fmt.value.head_bytes} B of scales"
-        if state.key_dim == state.value_dim and fmt.key == fmt.value:
-            text = f"2 (K and V) × {row:,} KV heads × {state.key_dim} × {_element(fmt.key)}"
+            head_scale = f" + {plural(row, 'head')} × {fmt.key.head_bytes + fmt.value.head_bytes} B of scales"
+        heads = plural(row, "KV head")
+        if not state.value_dim:
+            text = f"{heads} × {state.key_dim} (K and V in one) × {_element(fmt.key)}"
+        elif state.key_dim == state.value_dim and fmt.key == fmt.value:
+            text = f"2 (K and V) × {heads} × {state.key_dim} × {_element(fmt.key)}"
         else:
-            text = f"{row:,} KV heads × ({state.key_dim} × {_element(fmt.key)} + {state.value_dim} × {_element(fmt.value)})"
+            text = f"{heads} × ({state.key_dim} × {_element(fmt.key)} + {state.value_dim} × {_element(fmt.value)})"
         return f"{held} × ({text}{head_scale})" if head_scale else f"{held} × {text}"
     if isinstance(state, LatentAttention):
         return f"{_tokens(state, work, engine)} × ({state.latent} latent + {state.rope} rotary) × {_element(fmt.key)}"

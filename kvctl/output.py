@@ -151,8 +151,17 @@ def _kind(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _held(tokens: int) -> str:
-    return f"{tokens:,} tokens" if tokens else "fixed size"
+_HOLDS = {"none": "nothing", "shared": "another layer's cache", "compressed_attention": "entries",
+          "cross_attention": "positions"}  # fmt: skip
+
+
+def _held(kind: str, tokens: int) -> str:
+    """What a kind of state holds for one sequence."""
+    if kind in ("none", "shared"):
+        return _HOLDS[kind]
+    if not tokens:
+        return "fixed size" if kind.endswith("_state") else "nothing yet"
+    return f"{tokens:,} {_HOLDS.get(kind, 'tokens')}"
 
 
 def _title(result: SizeResult) -> str:
@@ -290,7 +299,7 @@ def _one(console: Console, result: SizeResult) -> None:
         table.add_row(
             f"{row.count:,}",
             _kind(row.kind),
-            {"none": "nothing", "shared": "another layer's cache"}.get(row.kind) or _held(row.tokens),
+            _held(row.kind, row.tokens),
             format_bytes(row.bytes),
             _share(row.bytes, result.kv_bytes),
             Text(_bar(row.bytes, result.kv_bytes), style="cyan"),
@@ -322,7 +331,7 @@ def _layer_list(console: Console, result: SizeResult) -> None:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for layer in result.per_layer or ():
         for position, state in enumerate(layer.states):
-            table.add_row("" if position else str(layer.index), _kind(state.kind), _held(state.tokens), f"{state.bytes:,}")
+            table.add_row("" if position else str(layer.index), _kind(state.kind), _held(state.kind, state.tokens), f"{state.bytes:,}")
     console.print(table)
 
 
@@ -331,14 +340,21 @@ def _formulas(console: Console, result: SizeResult) -> None:
 
     if not result.formulas:
         return
-    console.print()
-    console.print(Text(one_line(f"{result.model.id}, step by step"), style="bold"))
-    for formula in result.formulas:
-        console.print(Text.assemble("  ", (_kind(formula.kind), "cyan"), ": ", formula.text), soft_wrap=True)
-    console.print(Text(f"  total: {result.kv_bytes:,} B = {format_bytes(result.kv_bytes)}"), soft_wrap=True)
+    # In a pipe a formula stays one line, for grep; on a screen it breaks between words, under itself.
+    lines = [(_kind(f.kind) + ": ", f.text, "") for f in result.formulas]
+    lines.append(("total: ", f"{result.kv_bytes:,} B = {format_bytes(result.kv_bytes)}", ""))
     naive = _naive(result)
     if naive:
-        console.print(Text("  " + naive, style="yellow"), soft_wrap=True)
+        lines.append(("", naive, "yellow"))
+    console.print()
+    console.print(Text(one_line(f"{result.model.id}, step by step"), style="bold"))
+    for kind, text, style in lines:
+        line = Text.assemble("  " if not console.is_terminal else "", (kind, "cyan"), (text, style))
+        if console.is_terminal:
+            for index, part in enumerate(line.wrap(console, max(20, console.width - 4))):
+                console.print(Text("    " if index else "  ") + part)
+        else:
+            console.print(line, soft_wrap=True)
 
 
 def _ladder(console: Console, group: Sequence[SizeResult]) -> None:
@@ -350,6 +366,8 @@ def _ladder(console: Console, group: Sequence[SizeResult]) -> None:
     for name in ("context", "KV cache", "bytes", "+1 token"):
         table.add_column(name, justify="right")
     table.add_column("")
+    first = group[0]
+    console.print(Text(one_line(f"{first.model.id}: by context, {plural(first.sequences, 'sequence')}"), style="bold"))
     largest = max(result.kv_bytes for result in group)
     for result in group:
         table.add_row(
@@ -368,27 +386,32 @@ def _comparison(console: Console, results: Sequence[SizeResult]) -> None:
     from rich.text import Text
 
     contexts = list(dict.fromkeys(result.context for result in results))
+    names = _display_names(results)
+    wide = console.width >= 100
+    fixed = any(result.kv_bytes_fixed for result in results)
+    weights = any(result.weights_bytes is not None for result in results)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("model", overflow="fold")
-    if len(contexts) > 1:
-        table.add_column("context", justify="right", no_wrap=True)
-    for name in ("KV cache", "+1 token", "fixed", "weights"):
+    columns = ["context"] * (len(contexts) > 1) + ["KV cache", "+1 token"] + ["fixed"] * fixed + ["weights"] * weights
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    if wide:
+        table.add_column("", no_wrap=True)
     largest = max(result.kv_bytes for result in results)
     previous = None
     for result in results:
-        cells: list[Any] = [Text(one_line(result.model.id) if result.model.id != previous else "")]
+        cells: list[Any] = [Text(names[result.model.id] if result.model.id != previous else "")]
         previous = result.model.id
-        if len(contexts) > 1:
-            cells.append(f"{result.context:,}")
-        cells += [
-            Text(format_bytes(result.kv_bytes), style="bold"),
-            format_bytes(result.kv_bytes_per_token),
-            format_bytes(result.kv_bytes_fixed),
-            "" if result.weights_bytes is None else format_bytes(result.weights_bytes),
-            Text(_bar(result.kv_bytes, largest, 10), style="cyan"),
-        ]
+        values = {
+            "context": f"{result.context:,}",
+            "KV cache": Text(format_bytes(result.kv_bytes), style="bold"),
+            "+1 token": format_bytes(result.kv_bytes_per_token),
+            "fixed": format_bytes(result.kv_bytes_fixed),
+            "weights": "?" if result.weights_bytes is None else format_bytes(result.weights_bytes),
+        }
+        cells += [values[name] for name in columns]
+        if wide:
+            cells.append(Text(_bar(result.kv_bytes, largest, 10), style="cyan"))
         table.add_row(*cells)
     first = results[0]
     formats = {_formats(result) for result in results}
@@ -396,6 +419,14 @@ def _comparison(console: Console, results: Sequence[SizeResult]) -> None:
     cache = f", {formats.pop()} cache" if len(formats) == 1 else ""
     console.print(Text(f"{where}{plural(first.sequences, 'sequence')}{cache}, engine {_engine(first)}", style="bold"))
     console.print(table)
+
+
+def _display_names(results: Sequence[SizeResult]) -> dict[str, str]:
+    """Names without organisation, where that leaves them different."""
+    ids = list(dict.fromkeys(result.model.id for result in results))
+    short = {name: one_line(name.rpartition("/")[2] or name) for name in ids}
+    clash = len(set(short.values())) < len(ids)
+    return {name: one_line(name) if clash else short[name] for name in ids}
 
 
 # -- Markdown --------------------------------------------------------------------------------
