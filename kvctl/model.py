@@ -86,6 +86,9 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
     notes = list(found.notes)
     if find_reader(text.type) is None:
         notes.append(f"model type {text.type[:60] or '(none)'!r} is not known: read as standard attention, all keys checked")
+    filled = _filled_in(root, text)
+    if filled:
+        notes.append(f"not in the file, from the defaults of {text.type}: {', '.join(filled)}")
     cross = any(isinstance(state, CrossAttention) for layer in layers for state in layer.states)
     spec = ModelSpec(
         id=found.id,
@@ -137,6 +140,23 @@ def _check_effect(root: Fields, text: Fields, paths: Mapping[str, Any]) -> None:
         known = sorted(key for key, origin in root.read.items() if origin != "absent")
         near = difflib.get_close_matches(path, known, 3) or known[:6]
         raise UsageError(f"--set {path}: has no effect on the cache of this model", hint="what counts here: " + ", ".join(near))
+
+
+# Defaults that say nothing about the size of anything.
+_UNREMARKABLE = {"is_encoder_decoder", "is_decoder", "architectures", "use_mems_eval", *_LENGTHS, *_ENCODER_LENGTHS}
+
+
+def _filled_in(root: Fields, text: Fields) -> list[str]:
+    """Facts that the answer rests on and the file leaves to the class: "num_key_value_heads 8"."""
+    out = []
+    for key, origin in root.read.items():
+        prefix, _, name = key.rpartition(".")
+        if origin != "default" or name in _UNREMARKABLE or (prefix + "." if prefix else "") != text.path:
+            continue
+        value = text.get(name)
+        if isinstance(value, (int, str)) and value:
+            out.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
+    return out
 
 
 def _dtype(*parts: Fields) -> DType | None:

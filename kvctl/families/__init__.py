@@ -217,8 +217,8 @@ def text_fields(f: Fields, depth: int = 0) -> Fields:
     for name in NESTED_NAMES:
         if isinstance(f.raw.get(name), Mapping):
             nested = f.nested(name, default_type=wrapped_type if name == wrapped else "")
-            assert nested is not None
-            return text_fields(nested, depth + 1)
+            if nested is not None:
+                return text_fields(nested, depth + 1)
     for name in NESTED_NAMES:
         declared = f.nested_types.get(name) or (wrapped_type if name == wrapped else "")
         if declared:
@@ -226,9 +226,10 @@ def text_fields(f: Fields, depth: int = 0) -> Fields:
                 # Older files keep the language model flat, beside the vision settings.
                 flat = Fields({**f.raw, "model_type": declared}, path=f.path, read=f.read)
                 return text_fields(flat, depth + 1)
-            nested = f.nested(name)
-            assert nested is not None
-            return text_fields(nested, depth + 1)
+            raise ConfigError(
+                f"{f.path}{name} is missing: {f.type[:60]} keeps its language model there",
+                hint=f"its class would fill in a {declared} of default size; a published model is hardly that",
+            )
     return f
 
 
