@@ -19,6 +19,7 @@ test: lint
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/generate.py --check
@@ -33,6 +34,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 $(VENV)/python-ok:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there. Try: make run PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvctl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make run PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV)

@@ -24,7 +24,7 @@ _kvctl() {
     case $command in
         "")
             case $prev,$cur in
-                *,-*) words="-V --version --install-completion --show-completion -h --help" ;;
+                *,-*) words="-V --version -h --help" ;;
                 *) words="size" ;;
             esac
             ;;

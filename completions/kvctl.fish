@@ -7,9 +7,7 @@ function __kvctl_ask
 end
 
 complete -c kvctl -n '__fish_use_subcommand' -f -a size -d 'How many bytes a model\'s KV cache takes, and where they go'
-complete -c kvctl -n '__fish_use_subcommand' -s V -l version -d 'Print the version and leave'
-complete -c kvctl -n '__fish_use_subcommand' -l install-completion -d 'Install completion for the current shell'
-complete -c kvctl -n '__fish_use_subcommand' -l show-completion -d 'Show completion for the current shell, to copy it or customize the ...'
+complete -c kvctl -n '__fish_use_subcommand' -s V -l version -d 'Show the version and exit'
 complete -c kvctl -n '__fish_use_subcommand' -s h -l help -d 'Show this message and exit'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -a '(__kvctl_ask kvctl size)'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s c -l ctx -x -d 'Tokens in each sequence, one or more'

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -12,7 +12,7 @@ from kvctl.errors import ExitCode, KvctlError
 
 app = typer.Typer(
     name="kvctl",
-    help="Size, measure, shrink and test the KV cache of large language models.",
+    help="Size the KV cache of large language models.",
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -31,15 +31,22 @@ def _version(value: bool) -> None:
 def root(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Size, measure, shrink and test the KV cache of large language models."""
+    """Size the KV cache of large language models."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
 
 app.command()(size)
+
+
+def command() -> Any:
+    """The command tree. Typer's own completion installers are left out: completions/ has better scripts."""
+    tree = typer.main.get_command(app)
+    tree.params = [param for param in tree.params if param.name not in ("install_completion", "show_completion")]
+    return tree
 
 
 def main() -> NoReturn:
@@ -51,7 +58,7 @@ def run() -> int:
     """The exit status of one run. Errors are one line and a hint on stderr."""
     debug = os.environ.get("KVCTL_DEBUG") == "1"
     try:
-        code = app(standalone_mode=False)
+        code = command()(standalone_mode=False)
         sys.stdout.flush()
         if code == ExitCode.INTERRUPTED:  # Typer's word for Ctrl-C
             raise KeyboardInterrupt
@@ -84,8 +91,11 @@ def _usage_or_fault(err: Exception) -> int:
     show = getattr(err, "format_message", None)
     if show is not None:
         context = getattr(err, "ctx", None)
-        path = getattr(context, "command_path", "kvctl")
-        return _say(show(), f"see {path} --help", ExitCode.USAGE)
+        path = getattr(context, "command_path", None) or "kvctl" + (" size" if "size" in sys.argv[1:2] else "")
+        message = show()
+        if message.startswith("No such command") and len(sys.argv) > 1:
+            return _say(message, f"kvctl size {sys.argv[1]}? See kvctl --help", ExitCode.USAGE)
+        return _say(message, f"see {path} --help", ExitCode.USAGE)
     if type(err).__name__ == "Abort":
         return _say("interrupted", None, ExitCode.INTERRUPTED)
     if isinstance(err, OSError):
@@ -98,7 +108,7 @@ def _usage_or_fault(err: Exception) -> int:
 
 
 def _say(message: str, hint: str | None, code: int) -> int:
-    from kvctl.output import one_line
+    from kvctl.words import one_line
 
     print(f"kvctl: error: {one_line(message)}", file=sys.stderr)
     if hint:

@@ -81,9 +81,9 @@ def _state(state: LayerState, work: Workload, fmt: Formats, engine: Engine) -> s
             head_scale = f" + {plural(row, 'head')} × {fmt.key.head_bytes + fmt.value.head_bytes} B of scales"
         heads = plural(row, "KV head")
         if not state.value_dim:
-            text = f"{heads} × {state.key_dim} (K and V in one) × {_element(fmt.key)}"
+            text = f"{heads} × head dim {state.key_dim} (K and V in one) × {_element(fmt.key)}"
         elif state.key_dim == state.value_dim and fmt.key == fmt.value:
-            text = f"2 (K and V) × {heads} × {state.key_dim} × {_element(fmt.key)}"
+            text = f"2 (K and V) × {heads} × head dim {state.key_dim} × {_element(fmt.key)}"
         else:
             text = f"{heads} × ({state.key_dim} × {_element(fmt.key)} + {state.value_dim} × {_element(fmt.value)})"
         return f"{held} × ({text}{head_scale})" if head_scale else f"{held} × {text}"

@@ -102,8 +102,11 @@ def cache_format(name: str, *, option: str = "--kv-dtype") -> CacheFormat:
     key = name.lower().removeprefix("torch.")
     fmt = _BY_NAME.get(_FORMAT_ALIASES.get(key, key))
     if fmt is None:
+        import difflib
+
+        near = difflib.get_close_matches(key[:40], _BY_NAME, 3)
         raise UsageError(
             f"{option}: unknown cache format {name[:40]!r}",
-            hint="one of auto, " + ", ".join(_BY_NAME),
+            hint=(f"nearest: {', '.join(near)}; " if near else "") + "all: auto, " + ", ".join(_BY_NAME),
         )
     return fmt

@@ -85,7 +85,9 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
     text = text_fields(root)
     notes = list(found.notes)
     if find_reader(text.type) is None:
-        notes.append(f"model type {text.type[:60] or '(none)'!r} is not known: read as standard attention, all keys checked")
+        notes.append(
+            f"model type {text.type[:60] or '(none)'!r} is not known: read as standard attention, all keys checked"
+        )
     filled = _filled_in(root, text)
     if filled:
         notes.append(f"not in the file, from the defaults of {text.type}: {', '.join(filled)}")
@@ -139,7 +141,9 @@ def _check_effect(root: Fields, text: Fields, paths: Mapping[str, Any]) -> None:
 
         known = sorted(key for key, origin in root.read.items() if origin != "absent")
         near = difflib.get_close_matches(path, known, 3) or known[:6]
-        raise UsageError(f"--set {path}: has no effect on the cache of this model", hint="what counts here: " + ", ".join(near))
+        raise UsageError(
+            f"--set {path}: has no effect on the cache of this model", hint="what counts here: " + ", ".join(near)
+        )
 
 
 # Defaults that say nothing about the size of anything.
@@ -208,7 +212,9 @@ def _naive(text: Fields) -> Naive | None:
     kv, dim, hidden = get("num_key_value_heads"), get("head_dim"), get("hidden_size")
     if kv is None:
         kv = heads
-    whole = [value for value in (layers, heads, kv) if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+    whole = [
+        value for value in (layers, heads, kv) if isinstance(value, int) and not isinstance(value, bool) and value > 0
+    ]
     if len(whole) != 3 or not isinstance(layers, int) or not isinstance(kv, int):
         return None
     if not isinstance(dim, int) or dim <= 0:
@@ -216,4 +222,3 @@ def _naive(text: Fields) -> Naive | None:
             return None
         dim = hidden // heads
     return Naive(layers, kv, dim)
-

@@ -16,7 +16,9 @@ def read_dtype(text: str) -> DType | None:
     if dtype is None:
         raise UsageError(
             f"--dtype: unknown model dtype {text[:40]!r}",
-            hint="one of auto, " + ", ".join(d.name for d in MODEL_DTYPES) + "; formats of the cache alone go to --kv-dtype",
+            hint="one of auto, "
+            + ", ".join(d.name for d in MODEL_DTYPES)
+            + "; formats of the cache alone go to --kv-dtype",
         )
     return dtype
 

@@ -142,7 +142,9 @@ class SizeResult(Record):
         if self.per_layer is not None:
             out["per_layer"] = [row.to_dict() for row in self.per_layer]
         if self.formulas:
-            out["formulas"] = [{"layers": f.layers, "kind": f.kind, "text": f.text, "bytes": f.bytes} for f in self.formulas]
+            out["formulas"] = [
+                {"layers": f.layers, "kind": f.kind, "text": f.text, "bytes": f.bytes} for f in self.formulas
+            ]
         return out
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.engines import Engine
+from kvctl.errors import UsageError
 from kvctl.formats import BF16, CacheFormat, DType, plain
 from kvctl.record import Record
 from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
-from kvctl.spec import Formats, Layer, ModelSpec, Workload
+from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
 
 if TYPE_CHECKING:
     from kvctl.spec import Rational
@@ -47,13 +48,26 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
     warnings: list[str] = []
+    if (
+        plan.value is not None
+        and plan.value != plan.key
+        and not any(
+            isinstance(state, Attention) and state.value_dim for layer, _ in spec.groups for state in layer.states
+        )
+    ):
+        warnings.append("--v-dtype has no effect: this model keeps no values of their own")
     dtype = plan.dtype or spec.dtype
     if dtype is None:
         dtype = BF16
         if spec.provenance.source != "shape":
             warnings.append("the configuration names no dtype: bf16 is assumed; --dtype sets it")
     key = plan.key or plain(dtype)
-    fmt = Formats(dtype, key, plan.value or (plan.key or plain(dtype)))
+    fmt = Formats(dtype, key, plan.value or plain(dtype))
+    if not plan.engine.quantizes and {fmt.key, fmt.value} != {plain(dtype)}:
+        raise UsageError(
+            f"--engine {plan.engine.name} keeps keys and values in the model's dtype, {dtype.name}",
+            hint="--dtype sets that; other formats of the cache: --engine ideal",
+        )
     work = _workload(spec, context, plan, warnings)
     if spec.max_context is not None and context > spec.max_context:
         warnings.append(f"{context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
@@ -82,7 +96,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             entry[1] += bytes_ * count
             total += bytes_ * count
 
-    naive = spec.naive.size(work, fmt) if spec.naive is not None else None
+    naive = spec.naive.size(work, fmt) * plan.beams if spec.naive is not None else None
     formulas: Sequence[Formula] = ()
     if plan.explain:
         from kvctl import explain

@@ -20,10 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from kvctl import __version__
-from kvctl.cli import app
+from kvctl.cli import command as command_tree
 from kvctl.engines import ENGINES
 from kvctl.errors import ExitCode
 from kvctl.formats import CACHE_FORMATS
@@ -376,7 +374,7 @@ def commands() -> list[Command]:
     def wrap(raw: Any, name: str, parent: Any = None) -> Command:
         return Command(raw, raw.context_class(raw, info_name=name, parent=parent, **raw.context_settings))
 
-    root = wrap(typer.main.get_command(app), "kvctl")
+    root = wrap(command_tree(), "kvctl")
     below = [wrap(raw, name, root.context) for name, raw in root.raw.commands.items() if not raw.hidden]
     if any(hasattr(command.raw, "commands") for command in below):
         raise SystemExit("generate.py: commands below commands need completions of their own")
@@ -450,7 +448,9 @@ def size_sections() -> Iterator[Section]:
     }
     yield "Engines", ["Whose rules count the bytes:", named(engines)]
     yield "Layer states", ["What a layer may keep, in the words of the output:", named(KINDS)]
-    formats = [(fmt.name, f"{fmt.bits:g}", fmt.scheme) for fmt in CACHE_FORMATS]
+    formats = [
+        (fmt.name, f"{fmt.bits:g}" + (" + scale" if fmt.head_bytes else ""), fmt.scheme) for fmt in CACHE_FORMATS
+    ]
     yield (
         "Cache formats",
         [

@@ -113,7 +113,9 @@ def test_no_colour_in_a_pipe_or_where_it_is_unwanted() -> None:
     assert "\x1b[3" not in shell("size", "Qwen3-32B", FORCE_COLOR="", NO_COLOR="1").stdout
 
 
-@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}, {"TERM": "dumb"}, {"COLUMNS": "20"}])
+@pytest.mark.parametrize(
+    "environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}, {"TERM": "dumb"}, {"COLUMNS": "20"}]
+)
 def test_odd_terminals_get_an_answer(environment: dict[str, str]) -> None:
     run = shell("size", "gemma-3-27b-it", "--ctx", "32k", "--explain", **environment)
     assert run.returncode == 0
@@ -136,14 +138,18 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        run = subprocess.run([*KVCTL, "size", "Qwen3-32B", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        run = subprocess.run(
+            [*KVCTL, "size", "Qwen3-32B", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
     assert run.returncode == 1
     assert "No space left" in run.stderr
     assert "Traceback" not in run.stderr
 
 
 def test_interrupt_is_130() -> None:
-    process = subprocess.Popen([*KVCTL, "size", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*KVCTL, "size", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     time.sleep(1.5)  # long enough to be reading
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -24,9 +24,15 @@ BASES += [dict(catalogue.find(name).config) for name in catalogue.names()]
 WEIRD = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from([-1, 0, 1, 2, 7, 10_001, 2**31, 2**63, 10**400, -(10**400), 0.5, -0.0, 1e308, float("inf"), float("nan")]),
-    st.sampled_from(["", "auto", "full_attention", "LLG", "M*E-", "x" * 5000, "\x1b[2J", "\u202e", "../../etc/passwd", "{}"]),
-    st.lists(st.one_of(st.none(), st.integers(-5, 5), st.text(max_size=3), st.lists(st.integers(), max_size=2)), max_size=5),
+    st.sampled_from(
+        [-1, 0, 1, 2, 7, 10_001, 2**31, 2**63, 10**400, -(10**400), 0.5, -0.0, 1e308, float("inf"), float("nan")]
+    ),
+    st.sampled_from(
+        ["", "auto", "full_attention", "LLG", "M*E-", "x" * 5000, "\x1b[2J", "\u202e", "../../etc/passwd", "{}"]
+    ),
+    st.lists(
+        st.one_of(st.none(), st.integers(-5, 5), st.text(max_size=3), st.lists(st.integers(), max_size=2)), max_size=5
+    ),
     st.dictionaries(st.text(max_size=5), st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=3),
 )
 

@@ -134,3 +134,8 @@ def test_every_exit_code_is_explained() -> None:
 def test_every_variable_of_its_own_is_explained() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kvctl").rglob("*.py"))
     assert set(re.findall(r"\bKVCTL_[A-Z_]+\b", sources)) <= set(generate.ENVIRONMENT)
+
+
+def test_no_document_has_an_unfilled_placeholder() -> None:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("man/*")]:
+        assert not re.search(r"@[A-Z]+@|TODO|FIXME", path.read_text("utf-8")), path

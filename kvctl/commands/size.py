@@ -29,30 +29,148 @@ def size(
     ] = None,
     ctx: Annotated[
         Optional[str],
-        typer.Option("--ctx", "-c", metavar="TOKENS", help="Tokens in each sequence, one or more: 4096, 4k,32k,128k (k is 1,024). Default: a ladder up to the model's maximum.", show_default=False),
+        typer.Option(
+            "--ctx",
+            "-c",
+            metavar="TOKENS",
+            help="Tokens in each sequence, one or more: 4096, 4k,32k,128k (k is 1,024). Default: a ladder up to the model's maximum.",
+            show_default=False,
+        ),
     ] = None,
-    sequences: Annotated[int, typer.Option("--sequences", "-n", metavar="N", help="Sequences held at the same time.")] = 1,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="The model's dtype: auto (the config's), fp32, bf16, fp16.", autocompletion=complete_dtypes)] = "auto",
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", metavar="NAME", help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …", autocompletion=complete_cache_formats)] = "auto",
-    k_dtype: Annotated[str, typer.Option("--k-dtype", metavar="NAME", help="Format of keys and latents alone.", autocompletion=complete_cache_formats)] = "auto",
-    v_dtype: Annotated[str, typer.Option("--v-dtype", metavar="NAME", help="Format of values alone.", autocompletion=complete_cache_formats)] = "auto",
-    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="Whose rules: ideal (the architecture's own need), transformers.", autocompletion=complete_engines)] = "ideal",
-    encoder_tokens: Annotated[Optional[int], typer.Option("--encoder-tokens", metavar="N", min=0, help="Positions that cross attention holds. Default: the encoder's full input where the config names it, else as many as --ctx.", show_default=False)] = None,
-    image_tokens: Annotated[Optional[int], typer.Option("--image-tokens", metavar="N", min=0, help="Image positions in each sequence, beside --ctx. Default: 0.", show_default=False)] = None,
-    audio_tokens: Annotated[Optional[int], typer.Option("--audio-tokens", metavar="N", min=0, help="Audio positions in each sequence, beside --ctx. Default: 0; a full input for audio encoder-decoders.", show_default=False)] = None,
-    beams: Annotated[int, typer.Option("--beams", metavar="N", help="Beams of a beam search: each holds a cache of its own.")] = 1,
-    set_: Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="What if: replace a field of the configuration (dotted for nested ones). Repeatable.", show_default=False)] = None,
-    layers: Annotated[Optional[int], typer.Option("--layers", metavar="N", help="Size a bare shape without a model: layers, with --kv-heads and --head-dim.", show_default=False)] = None,
-    kv_heads: Annotated[Optional[int], typer.Option("--kv-heads", metavar="N", help="KV heads of a bare shape.", show_default=False)] = None,
-    head_dim: Annotated[Optional[int], typer.Option("--head-dim", metavar="N", help="Head width of a bare shape.", show_default=False)] = None,
-    source: Annotated[Optional[str], typer.Option("--source", metavar="NAME", help="Where to look: catalogue, cache (the Hub's, on this machine) or hub. Default: a path, then the cache, the catalogue, the Hub.", show_default=False, autocompletion=complete_sources)] = None,
-    revision: Annotated[Optional[str], typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False)] = None,
-    explain: Annotated[bool, typer.Option("--explain", "-e", help="Print the formula of every kind of layer with this model's numbers.")] = False,
-    per_layer: Annotated[bool, typer.Option("--per-layer", help="List every layer (JSON and CSV: in layer order).")] = False,
-    format_: Annotated[str, typer.Option("--format", "-f", metavar="FORMAT", help="table, json, csv or md.", autocompletion=complete_output_formats)] = "table",
+    sequences: Annotated[
+        int, typer.Option("--sequences", "-n", metavar="N", help="Sequences held at the same time.")
+    ] = 1,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="The model's dtype: auto (the config's), fp32, bf16, fp16.",
+            autocompletion=complete_dtypes,
+        ),
+    ] = "auto",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-dtype",
+            metavar="NAME",
+            help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …",
+            autocompletion=complete_cache_formats,
+        ),
+    ] = "auto",
+    k_dtype: Annotated[
+        str,
+        typer.Option(
+            "--k-dtype", metavar="NAME", help="Format of keys and latents alone.", autocompletion=complete_cache_formats
+        ),
+    ] = "auto",
+    v_dtype: Annotated[
+        str,
+        typer.Option(
+            "--v-dtype", metavar="NAME", help="Format of values alone.", autocompletion=complete_cache_formats
+        ),
+    ] = "auto",
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            metavar="NAME",
+            help="Whose rules: ideal (the architecture's own need), transformers.",
+            autocompletion=complete_engines,
+        ),
+    ] = "ideal",
+    encoder_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            "--encoder-tokens",
+            metavar="N",
+            min=0,
+            help="Positions that cross attention holds. Default: the encoder's full input where the config names it, else as many as --ctx.",
+            show_default=False,
+        ),
+    ] = None,
+    image_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            "--image-tokens",
+            metavar="N",
+            min=0,
+            help="Image positions in each sequence, beside --ctx. Default: 0.",
+            show_default=False,
+        ),
+    ] = None,
+    audio_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            "--audio-tokens",
+            metavar="N",
+            min=0,
+            help="Audio positions in each sequence, beside --ctx. Default: 0; a full input for audio encoder-decoders.",
+            show_default=False,
+        ),
+    ] = None,
+    beams: Annotated[
+        int, typer.Option("--beams", metavar="N", help="Beams of a beam search: each holds a cache of its own.")
+    ] = 1,
+    set_: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="What if: replace a field of the configuration (dotted for nested ones). Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        Optional[int],
+        typer.Option(
+            "--layers",
+            metavar="N",
+            help="Size a bare shape without a model: layers, with --kv-heads and --head-dim.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        Optional[int], typer.Option("--kv-heads", metavar="N", help="KV heads of a bare shape.", show_default=False)
+    ] = None,
+    head_dim: Annotated[
+        Optional[int], typer.Option("--head-dim", metavar="N", help="Head width of a bare shape.", show_default=False)
+    ] = None,
+    source: Annotated[
+        Optional[str],
+        typer.Option(
+            "--source",
+            metavar="NAME",
+            help="Where to look: catalogue, cache (the Hub's, on this machine) or hub. Default: a path, then the cache, the catalogue, the Hub.",
+            show_default=False,
+            autocompletion=complete_sources,
+        ),
+    ] = None,
+    revision: Annotated[
+        Optional[str],
+        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", "-e", help="Print the formula of every kind of layer with this model's numbers."),
+    ] = False,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="List every layer (JSON and CSV: in layer order).")
+    ] = False,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", "-f", metavar="FORMAT", help="table, json, csv or md.", autocompletion=complete_output_formats
+        ),
+    ] = "table",
     json_: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes and warnings on stderr.")] = False,
-    list_models: Annotated[bool, typer.Option("--list-models", help="List the catalogue; MODEL is then a pattern (part of a name, or with * and ?).")] = False,
+    list_models: Annotated[
+        bool,
+        typer.Option(
+            "--list-models", help="List the catalogue; MODEL is then a pattern (part of a name, or with * and ?)."
+        ),
+    ] = False,
 ) -> None:
     """How many bytes a model's KV cache takes, and where they go.
 
@@ -65,16 +183,23 @@ def size(
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
     from kvctl import options, output
+    from kvctl.errors import SourceError, UsageError
 
     form = options.read_output_format(format_, json_)
     if list_models:
         from kvctl.sources import catalogue
 
-        output.emit_listing(catalogue.listing((models or [""])[0]), form)
+        pattern = (models or [""])[0]
+        rows = catalogue.listing(pattern)
+        if not rows:
+            near = catalogue.nearest(pattern)
+            raise SourceError(
+                f"no model of the catalogue matches {pattern!r}", hint="near it: " + ", ".join(near) if near else None
+            )
+        output.emit_listing(rows, form)
         return
 
     from kvctl.engines import engine as find_engine
-    from kvctl.errors import UsageError
     from kvctl.model import build_spec, parse_overrides, shape_spec
     from kvctl.reports import SizeReport
     from kvctl.size import SizePlan, contexts_for
@@ -110,9 +235,17 @@ def size(
             raise UsageError("--set changes a model's configuration; a shape has none")
         specs = [shape_spec(layers, kv_heads, head_dim)]
     elif models:
-        specs = [build_spec(resolve(name, source=source, revision=revision), overrides) for name in models]
+        names = dict.fromkeys(models)
+        if len(names) > 1 and all(part.strip("kKmM").isdigit() for part in models[1:]):
+            raise UsageError(
+                f"{models[1]!r} is a number, not a model",
+                hint=f"several contexts are joined by commas: --ctx {ctx},{models[1]}",
+            )
+        specs = [build_spec(resolve(name, source=source, revision=revision), overrides) for name in names]
     else:
-        raise UsageError("no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue")
+        raise UsageError(
+            "no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue"
+        )
 
     report = SizeReport(tuple(size_of(spec, context, plan) for spec in specs for context in contexts_for(spec, plan)))
     output.emit_size(report, form, quiet=quiet)

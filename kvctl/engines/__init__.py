@@ -18,6 +18,8 @@ class Engine(Record):
     retention: Retention
     beams_share_cross: bool
     """Whether all beams of a sequence read one copy of the encoder's keys and values."""
+    quantizes: bool
+    """Whether keys and values may be kept in another format than the model's dtype."""
     summary: str
 
 
@@ -26,6 +28,7 @@ IDEAL = Engine(
     version=None,
     retention=Retention(window_slack=0, conv_slack=1),
     beams_share_cross=True,
+    quantizes=True,
     summary="what the architecture needs, without any engine's rounding",
 )
 
@@ -37,6 +40,7 @@ TRANSFORMERS = Engine(
     version="5.24",
     retention=Retention(window_slack=1, conv_slack=0),
     beams_share_cross=False,
+    quantizes=False,
     summary="bytes of every tensor in transformers' DynamicCache",
 )
 

@@ -98,7 +98,11 @@ def mistral_large4(f: Fields) -> Layers:
     sources = f.entries("kv_source_layers") or list(range(n))
     if len(sources) != n:
         raise ConfigError(f"{f.path}kv_source_layers has {len(sources)} entries for {n} layers")
-    rank, rope, keys = f.number("kv_lora_rank"), f.number("qk_rope_head_dim", minimum=0), Indexer(f.number("index_head_dim"))
+    rank, rope, keys = (
+        f.number("kv_lora_rank"),
+        f.number("qk_rope_head_dim", minimum=0),
+        Indexer(f.number("index_head_dim")),
+    )
     made: dict[tuple[bool, bool, bool], Layer] = {}
     layers = []
     for index in range(n):
@@ -187,7 +191,9 @@ def glm5_next(f: Fields) -> Layers:
     heads = section.optional_number("num_heads") or f.number("linear_num_heads")
     dim = section.optional_number("head_dim") or f.number("linear_head_dim")
     kernel = section.optional_number("short_conv_kernel_size") or f.number("linear_conv_kernel_dim")
-    kinds = [p.INDEXED if kind == p.FULL else kind for kind in p.layer_kinds(f, p.every(4, last=p.INDEXED, other=p.LINEAR))]
+    kinds = [
+        p.INDEXED if kind == p.FULL else kind for kind in p.layer_kinds(f, p.every(4, last=p.INDEXED, other=p.LINEAR))
+    ]
     own = indexer_kinds(f, len(kinds))
     width = f.number("index_head_dim")
     row = latent_of(f)

@@ -82,7 +82,9 @@ def mamba1_states(inner: int, state: int, kernel: int) -> States:
     return ConvState(inner, kernel), RecurrentState((inner, state), FP32, "ssm")
 
 
-def mamba2_states(inner: int, groups: int, state: int, kernel: int, heads: int, dim: int, dtype: DType | None = FP32) -> States:
+def mamba2_states(
+    inner: int, groups: int, state: int, kernel: int, heads: int, dim: int, dtype: DType | None = FP32
+) -> States:
     """State-space duality: the convolution also runs over both group projections; [heads, dim, state]."""
     return ConvState(inner + 2 * groups * state, kernel), RecurrentState((heads, dim, state), dtype, "ssm")
 
@@ -185,7 +187,9 @@ def lfm2(f: Fields) -> Layers:
     conv = Layer((ConvState(f.number("hidden_size"), f.number("conv_L_cache")),))
     makers = attention_makers(grouped) | {p.CONV: lambda f: conv}
     everywhere = p.all_of(p.FULL)
-    return build(f, p.layer_kinds(f, p.indices("full_attn_idxs", listed=p.FULL, other=p.CONV, default=everywhere)), makers)
+    return build(
+        f, p.layer_kinds(f, p.indices("full_attn_idxs", listed=p.FULL, other=p.CONV, default=everywhere)), makers
+    )
 
 
 def lfm3(f: Fields) -> Layers:
@@ -349,4 +353,3 @@ def xlstm(f: Fields) -> Layers:
         {"transformers": tuple(RecurrentState((count,), None) for count in elements)},
     )
     return repeat(f.optional_number("num_hidden_layers") or f.layers("num_blocks"), layer)
-

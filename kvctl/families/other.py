@@ -180,4 +180,3 @@ def minimax_text_01(f: Fields) -> Layers:
 
     kinds = p.flags("attn_type_list", on=p.FULL, off=p.LINEAR)(f, f.layers())
     return minimax(f.with_values(layer_types=kinds, sliding_window=None))
-

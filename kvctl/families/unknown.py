@@ -39,7 +39,11 @@ def hints(f: Fields) -> list[str]:
 
 def read_unknown(f: Fields) -> Layers:
     """Standard attention from standard fields, or a refusal that names what stands in the way."""
-    name = f.type[:60] or "no model_type"
+    if not f.type:
+        raise ConfigError(
+            f"{f.path}model_type is missing from the configuration", hint="give it with --set model_type=llama"
+        )
+    name = f.type[:60]
     doubtful = hints(f)
     if doubtful:
         raise ConfigError(

@@ -32,18 +32,30 @@ class Found(Record):
 
 
 # What people paste: a model's page, or a file or folder of it.
-_PAGE = re.compile(r"(?:hf://(?:models/)?|https?://([^/]+)/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[/?#].*)?")
+_PAGE = re.compile(
+    r"(?:hf://(?:models/)?|https?://([^/]+)/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[/?#].*)?"
+)
 
 
 def looks_like_path(name: str) -> bool:
     """True for what can only be meant as a file or folder."""
-    return name.startswith((".", "/", "~")) or name.endswith((".json", ".gguf")) or (os.sep in name and os.path.exists(name))
+    return (
+        name.startswith((".", "/", "~"))
+        or name.endswith((".json", ".gguf"))
+        or (os.sep in name and os.path.exists(name))
+    )
 
 
 def _from_address(address: str) -> tuple[str, str | None]:
     """Repository and revision of a Hub page; other addresses are not fetched."""
     page = _PAGE.fullmatch(address)
-    hosts = {None, "huggingface.co", "www.huggingface.co", "hf.co", os.environ.get("HF_ENDPOINT", "").partition("://")[2].rstrip("/")}
+    hosts = {
+        None,
+        "huggingface.co",
+        "www.huggingface.co",
+        "hf.co",
+        os.environ.get("HF_ENDPOINT", "").partition("://")[2].rstrip("/"),
+    }
     if page is None or page[1] not in hosts:
         raise SourceError(
             f"{address[:200]} is an address, and kvctl reads files and Hub names",
@@ -63,7 +75,7 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
     if "://" in name:
         name, of_page = _from_address(name)
         revision = revision or of_page
-    if source is None and (looks_like_path(name) or os.path.isdir(name)):
+    if source is None and (looks_like_path(name) or os.path.exists(name)):
         from kvctl.sources import local
 
         return local.from_path(name)
@@ -80,7 +92,9 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
         if snapshot is not None:
             return snapshot
         if source == "cache":
-            raise SourceError(f"{name} is not in the Hub cache", hint="drop --source cache, or download it with: hf download " + repo)
+            raise SourceError(
+                f"{name} is not in the Hub cache", hint="drop --source cache, or download it with: hf download " + repo
+            )
     if source is None and revision is None and catalogue.has(name):
         return catalogue.find(name)
     from kvctl.sources import hub

@@ -97,7 +97,9 @@ def _weights(row: Mapping[str, Any]) -> Weights | None:
 
 def names() -> list[str]:
     """Full ids of all models that can be sized from here, in the order of the file."""
-    return [name for name, line in _lines().items() if not line.startswith(',"incomplete"', len(_START) + len(name) + 1)]
+    return [
+        name for name, line in _lines().items() if not line.startswith(',"incomplete"', len(_START) + len(name) + 1)
+    ]
 
 
 def short_names() -> list[str]:

@@ -1,0 +1,108 @@
+"""Words that the screen, Markdown and errors share."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvctl.reports import SizeResult
+from kvctl.units import format_bytes, format_count, plural
+
+
+def one_line(text: str) -> str:
+    """Text from outside as one line without control characters: nothing may steer the terminal."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split(" ")).strip()
+
+
+def unicode_output() -> bool:
+    """Whether stdout can show any character."""
+    return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
+
+
+def listing_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """One catalogue row for people."""
+    parameters, context = row.get("parameters"), row.get("max_context")
+    return (
+        str(row["id"]),
+        str(row.get("model_type") or ""),
+        format_count(parameters) if parameters else "",
+        f"{context:,}" if context else "",
+    )
+
+
+_HOLDS = {"compressed_attention": "entries", "cross_attention": "positions"}
+
+
+def kind_words(kind: str) -> str:
+    """sliding_window as "sliding window"."""
+    return kind.replace("_", " ")
+
+
+def held_words(kind: str, tokens: int) -> str:
+    """What a kind of state holds for one sequence."""
+    if kind == "none":
+        return "nothing"
+    if kind == "shared":
+        return "another layer's cache"
+    if not tokens:
+        return "fixed size" if kind.endswith("_state") else "nothing yet"
+    return f"{tokens:,} {_HOLDS.get(kind, 'tokens')}"
+
+
+def copies_words(result: SizeResult) -> str:
+    """ "3 sequences × 4 beams"."""
+    beams = f" × {plural(result.beams, 'beam')}" if result.beams > 1 else ""
+    return plural(result.sequences, "sequence") + beams
+
+
+def title_words(result: SizeResult) -> str:
+    """The question in one line."""
+    extra = "".join(
+        f" + {count:,} {what}"
+        for count, what in ((result.image_tokens, "image positions"), (result.audio_tokens, "audio positions"))
+        if count
+    )
+    return one_line(f"{result.model.id}: {result.context:,} tokens{extra} × {copies_words(result)}")
+
+
+def format_words(result: SizeResult) -> str:
+    """bf16, or K q8_0, V q4_0."""
+    if result.k_dtype == result.v_dtype:
+        return result.k_dtype
+    return f"K {result.k_dtype}, V {result.v_dtype}"
+
+
+def scheme_words(result: SizeResult) -> str:
+    """How the formats count, where that is more than a plain element."""
+    parts = [
+        (letter, name, scheme)
+        for letter, name, scheme in (("K", result.k_dtype, result.k_scheme), ("V", result.v_dtype, result.v_scheme))
+        if not scheme.endswith("bytes an element")
+    ]
+    if len(parts) == 2 and parts[0][1] == parts[1][1]:
+        return f"{parts[0][1]}: {parts[0][2]}"
+    return "; ".join(f"{letter} {name}: {scheme}" for letter, name, scheme in parts)
+
+
+def engine_words(result: SizeResult) -> str:
+    """ "transformers 5.24"."""
+    return f"{result.engine} {result.engine_version}" if result.engine_version else result.engine
+
+
+def naive_words(result: SizeResult) -> str | None:
+    """What the usual formula would have said, where that differs."""
+    naive = result.naive_bytes
+    if naive is None or naive == result.kv_bytes or not result.kv_bytes or not naive:
+        return None
+    factor = naive / result.kv_bytes
+    how = f"{factor:,.1f}× too much" if factor > 1 else f"{1 / factor:,.1f}× too little"
+    if how.startswith("1.0×"):
+        how = how.replace("1.0×", "a little", 1)
+    usual = "The usual formula, 2 × layers × KV heads × head dim × tokens × bytes, would say"
+    return f"{usual} {format_bytes(naive)} ({naive:,} B): {how}."
+
+
+def formula_lines(result: SizeResult) -> list[tuple[str, str]]:
+    """Kind and sum of every kind of layer, largest first as in the table, and the total."""
+    lines = [(kind_words(f.kind), f.text) for f in sorted(result.formulas, key=lambda f: -f.bytes) if f.bytes]
+    return [*lines, ("total", f"{result.kv_bytes:,} B = {format_bytes(result.kv_bytes)}")]
