@@ -1,14 +1,18 @@
-"""Tables on a terminal, drawn with rich; every number in full, whatever the width."""
+"""Tables on a terminal, through rich; every number in full, whatever the width.
+
+Columns are laid out here and not by rich's Table: that cuts cells short on narrow
+terminals, pads the ends of lines, and takes longer than the rest of a run.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvctl.reports import LayerRow, SizeReport, SizeResult
@@ -28,52 +32,63 @@ from kvctl.words import (
     unicode_output,
 )
 
-if TYPE_CHECKING:
-    from rich.console import JustifyMethod
-
-_PIPE_WIDTH = 120
-# Narrower than this, the terminal breaks the lines: better than rich cutting numbers short.
-_LEAST_WIDTH = 64
-
 _ENGINE_WORDS = {
     "ideal": ": what the architecture needs, no engine's rounding",
     "transformers": ": the tensors of its DynamicCache",
 }
 
+Row = tuple[Sequence[str], Text | None, str]
+"""Cells, what stands after them (a bar), and the style of the line."""
+
 
 class Screen:
-    """A console that leaves no blanks at the ends of lines in a pipe."""
+    """Lines on stdout: on a terminal long ones break between words, in a pipe they stay whole, for grep."""
 
     def __init__(self) -> None:
         self.terminal = sys.stdout.isatty()
-        width = None
-        if not self.terminal and not os.environ.get("COLUMNS"):
-            width = _PIPE_WIDTH
+        width = None if self.terminal or os.environ.get("COLUMNS") else 120
         self.console = Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
-        self.console.width = max(self.console.width, _LEAST_WIDTH)
 
-    @property
-    def width(self) -> int:
-        return self.console.width
-
-    def print(self, item: Any = "", *, soft_wrap: bool = False) -> None:
-        if self.terminal:
-            self.console.print(item, soft_wrap=soft_wrap)
+    def line(self, text: str | Text = "", style: str = "", indent: int = 0) -> None:
+        """One line; what does not fit goes on under column `indent`."""
+        content = Text(text, style=style) if isinstance(text, str) else text
+        room = self.console.width - 1
+        if not self.terminal or content.cell_len <= room or room - indent < 24:
+            self.console.print(content, soft_wrap=True)
             return
-        with self.console.capture() as captured:
-            self.console.print(item, soft_wrap=soft_wrap)
-        sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+        head, rest = content.divide([indent]) if indent else (Text(""), content)
+        for index, part in enumerate(rest.wrap(self.console, room - indent)):
+            self.console.print((Text(" " * indent) if index else head) + part, soft_wrap=True)
 
-    def title(self, text: str) -> None:
-        self.print(Text(text, style="bold"), soft_wrap=True)
+    def table(self, justify: str, rows: Sequence[Row], *, bold: int | None = None) -> None:
+        """Rows of cells, each column as wide as its widest; `justify` has an l or r for each.
+
+        Column `bold` of rows without a style of their own stands out.
+        """
+        widths = [max(cell_len(row[0][column]) for row in rows) for column in range(len(justify))]
+        for cells, tail, style in rows:
+            if tail is not None and not any(cells):
+                self.console.print(tail, soft_wrap=True)  # a heading between rows
+                continue
+            parts = []
+            for cell, width, side in zip(cells, widths, justify, strict=True):
+                blank = " " * (width - cell_len(cell))
+                parts.append(blank + cell if side == "r" else cell + blank)
+            text = Text("  ".join(parts), style=style)
+            if bold is not None and not style:
+                start = sum(widths[:bold]) + 2 * bold
+                text.stylize("bold", start, start + widths[bold])
+            if tail is not None:
+                text.append("  ")
+                text.append_text(tail)
+            text.rstrip()
+            self.console.print(text, soft_wrap=True)
 
 
 def print_listing(rows: Sequence[dict[str, Any]]) -> None:
     """The catalogue."""
-    table = _new_table(("model", "left"), ("type", "left"), ("parameters", "right"), ("context", "right"))
-    for row in rows:
-        table.add_row(*listing_cells(row))
-    Screen().print(table)
+    head: Row = (("model", "type", "parameters", "context"), None, "dim")
+    Screen().table("llrr", [head, *((listing_cells(row), None, "") for row in rows)])
 
 
 def print_size(report: SizeReport) -> None:
@@ -82,27 +97,17 @@ def print_size(report: SizeReport) -> None:
     groups: dict[str, dict[int, SizeResult]] = {}
     for result in report.results:
         groups.setdefault(result.model.id, {})[result.context] = result
+    largest = [max(group.values(), key=lambda result: result.context) for group in groups.values()]
     if len(groups) > 1:
         _comparison(screen, [list(group.values()) for group in groups.values()])
-        details = [max(group.values(), key=lambda r: r.context) for group in groups.values()]
-        for result in details:
-            _layer_list(screen, result)
-            _formulas(screen, result)
-        return
-    (group,) = groups.values()
-    if len(group) > 1:
-        _ladder(screen, list(group.values()))
-    largest = max(group.values(), key=lambda r: r.context)
-    _one(screen, largest)
-    _layer_list(screen, largest)
-    _formulas(screen, largest)
-
-
-def _new_table(*columns: tuple[str, JustifyMethod], header: bool = True) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=justify == "right")
-    return table
+    else:
+        (group,) = groups.values()
+        if len(group) > 1:
+            _ladder(screen, list(group.values()))
+        _one(screen, largest[0])
+    for result in largest:
+        _layer_list(screen, result)
+        _formulas(screen, result)
 
 
 def _bar(part: int, whole: int, width: int = 16) -> Text:
@@ -130,31 +135,28 @@ def _share(part: int, whole: int) -> str:
 
 
 def _one(screen: Screen, result: SizeResult) -> None:
-    screen.title(title_words(result))
-    table = _new_table(
-        ("layers", "right"), ("kind", "left"), ("holds", "left"), ("size", "right"), ("share", "right"), ("", "left")
-    )
+    screen.line(title_words(result), "bold")
+    rows: list[Row] = [(("layers", "kind", "holds", "size", "share"), None, "dim")]
     for row in sorted(result.layers, key=lambda row: -row.bytes):
-        table.add_row(
+        cells = (
             f"{row.count:,}",
             kind_words(row.kind),
             held_words(row.kind, row.tokens),
             format_bytes(row.bytes),
             _share(row.bytes, result.kv_bytes),
-            _bar(row.bytes, result.kv_bytes),
-            style="dim" if row.kind in ("none", "shared") else None,
         )
+        rows.append((cells, _bar(row.bytes, result.kv_bytes), "dim" if row.kind in ("none", "shared") else ""))
     if not result.layers:
-        table.add_row("0", "none", "nothing", "0 B", "", "")
-    screen.print(table)
-    screen.print()
-    facts = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(justify="right", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for index, (name, size, detail) in enumerate(_facts(result)):
-        facts.add_row(name, Text(size, style="bold" if index == 0 else ""), Text(one_line(detail)))
-    screen.print(facts)
+        rows.append((("0", "none", "nothing", "0 B", "0%"), None, "dim"))
+    screen.table("rllrr", rows)
+    screen.line()
+    facts = _facts(result)
+    names, sizes = (max(len(fact[column]) for fact in facts) for column in (0, 1))
+    for index, (name, size, detail) in enumerate(facts):
+        text = Text.assemble(
+            (name.ljust(names + 2), "dim"), (size.rjust(sizes), "bold" if index == 0 else ""), "  ", one_line(detail)
+        )
+        screen.line(text, indent=names + sizes + 4)
 
 
 def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
@@ -193,15 +195,15 @@ def _layer_list(screen: Screen, result: SizeResult) -> None:
     """Every layer; neighbours that are alike share a line."""
     if result.per_layer is None:
         return
-    screen.print()
-    screen.title(one_line(f"{result.model.id}, layer by layer"))
-    table = _new_table(("layer", "right"), ("kind", "left"), ("holds", "left"), ("bytes each", "right"))
+    screen.line()
+    screen.line(one_line(f"{result.model.id}, layer by layer"), "bold")
+    rows: list[Row] = [(("layer", "kind", "holds", "bytes each"), None, "dim")]
     for first, last in _runs(result.per_layer):
         span = str(first.index) if first is last else f"{first.index}–{last.index}"
         for position, state in enumerate(first.states):
             held = held_words(state.kind, state.tokens)
-            table.add_row("" if position else span, kind_words(state.kind), held, f"{state.bytes:,}")
-    screen.print(table)
+            rows.append((("" if position else span, kind_words(state.kind), held, f"{state.bytes:,}"), None, ""))
+    screen.table("rllr", rows)
 
 
 def _runs(layers: Sequence[LayerRow]) -> list[tuple[LayerRow, LayerRow]]:
@@ -216,41 +218,34 @@ def _runs(layers: Sequence[LayerRow]) -> list[tuple[LayerRow, LayerRow]]:
 
 
 def _formulas(screen: Screen, result: SizeResult) -> None:
-    """On a screen a formula breaks between words, under itself; in a pipe it stays one line, for grep."""
     if not result.formulas:
         return
-    screen.print()
-    screen.title(one_line(f"{result.model.id}, step by step"))
-    lines = [Text.assemble((kind, "cyan"), ": ", text) for kind, text in formula_lines(result)]
+    screen.line()
+    screen.line(one_line(f"{result.model.id}, step by step"), "bold")
+    for kind, text in formula_lines(result):
+        screen.line(Text.assemble("  ", (kind, "cyan"), ": ", text), indent=4)
     naive = naive_words(result)
     if naive:
-        lines.append(Text(naive, style="yellow"))
-    for line in lines:
-        if not screen.terminal:
-            screen.print(Text("  ") + line, soft_wrap=True)
-            continue
-        for index, part in enumerate(line.wrap(screen.console, screen.width - 4)):
-            screen.print(Text("    " if index else "  ") + part)
+        screen.line(Text("  " + naive, style="yellow"), indent=4)
 
 
 def _ladder(screen: Screen, group: Sequence[SizeResult]) -> None:
     """Memory against context for one model."""
     first = group[0]
-    screen.title(one_line(f"{first.model.id}: {copies_words(first)}, by context"))
-    table = _new_table(
-        ("context", "right"), ("KV cache", "right"), ("bytes", "right"), ("+1 token", "right"), ("", "left")
-    )
+    screen.line(one_line(f"{first.model.id}: {copies_words(first)}, by context"), "bold")
     largest = max(result.kv_bytes for result in group)
+    room = max(6, min(24, screen.console.width - 56))
+    rows: list[Row] = [(("context", "KV cache", "bytes", "+1 token"), None, "dim")]
     for result in group:
-        table.add_row(
+        cells = (
             f"{result.context:,}",
             format_bytes(result.kv_bytes),
             f"{result.kv_bytes:,}",
             format_bytes(result.kv_bytes_per_token),
-            _bar(result.kv_bytes, largest, min(24, screen.width - 52)),
         )
-    screen.print(table)
-    screen.print()
+        rows.append((cells, _bar(result.kv_bytes, largest, room), ""))
+    screen.table("rrrr", rows, bold=1)
+    screen.line()
 
 
 def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
@@ -259,46 +254,35 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
     first = results[0]
     names = _display_names(results)
     stacked = max(len(group) for group in groups) > 1
-    head = ["context" if stacked else "", "KV cache", "+1 token", "fixed"] + ([] if stacked else ["weights"])
-    cells = {id(result): _comparison_cells(result, names, stacked=stacked) for result in results}
-    if not any(result.kv_bytes_fixed for result in results):
-        for row in (head, *cells.values()):
-            del row[3]
-    widths = [max(len(row[column]) for row in (head, *cells.values())) for column in range(len(head))]
-    room = min(24, screen.width - sum(widths) - 2 * len(widths))
-    largest = max(result.kv_bytes for result in results)
-
-    def line(row: Sequence[str], bar: Text, style: str) -> Text:
-        parts = [cell.rjust(width) if column or stacked else cell.ljust(width)
-                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-        text = Text("  ".join(parts), style=style)
-        if not style:
-            start = len(parts[0]) + 2
-            text.stylize("bold", start, start + len(parts[1]))
-        return text + Text("  ") + bar
-
+    fixed = any(result.kv_bytes_fixed for result in results)
     where = "" if stacked else f"{first.context:,} tokens × "
     formats = {format_words(result) for result in results}
     cache = f", {formats.pop()} cache" if len(formats) == 1 else ""
-    screen.title(f"{where}{copies_words(first)}{cache}, engine {engine_words(first)}; +1 token is for each sequence")
-    screen.print(line(head, Text(""), "dim"), soft_wrap=True)
+    screen.line(
+        f"{where}{copies_words(first)}{cache}, engine {engine_words(first)}; +1 token is for each sequence", "bold"
+    )
+    largest = max(result.kv_bytes for result in results)
+    longest = 0 if stacked else max(len(name) for name in names.values())
+    room = min(24, screen.console.width - longest - 48 - 11 * fixed)
+
+    def cells(result: SizeResult) -> list[str]:
+        row = [f"{result.context:,}" if stacked else names[result.model.id], format_bytes(result.kv_bytes)]
+        row.append(format_bytes(result.kv_bytes_per_token))
+        if fixed:
+            row.append(format_bytes(result.kv_bytes_fixed))
+        # The weights are the same at every context: once is enough.
+        row.append(_weights(result) if not stacked or result is heads[result.model.id] else "")
+        return row
+
+    heads = {group[0].model.id: group[0] for group in groups}
+    head = ["context" if stacked else "model", "KV cache", "+1 token", *(["fixed"] if fixed else []), "weights"]
+    rows: list[Row] = [(head, None, "dim")]
     for group in groups:
         if stacked:
-            weights = _weights(group[0])
-            screen.print(Text.assemble((names[group[0].model.id], "bold"), f"  (weights {weights})"), soft_wrap=True)
+            rows.append(([""] * len(head), Text(names[group[0].model.id], style="bold"), ""))
         for result in group:
-            bar = _bar(result.kv_bytes, largest, room) if room >= 6 else Text("")
-            screen.print(line(cells[id(result)], bar, ""), soft_wrap=True)
-
-
-def _comparison_cells(result: SizeResult, names: dict[str, str], *, stacked: bool) -> list[str]:
-    cells = [
-        f"{result.context:,}" if stacked else names[result.model.id],
-        format_bytes(result.kv_bytes),
-        format_bytes(result.kv_bytes_per_token),
-        format_bytes(result.kv_bytes_fixed),
-    ]
-    return cells if stacked else [*cells, _weights(result)]
+            rows.append((cells(result), _bar(result.kv_bytes, largest, room) if room >= 6 else None, ""))
+    screen.table(("r" if stacked else "l") + "r" * (len(head) - 1), rows, bold=1)
 
 
 def _weights(result: SizeResult) -> str:

@@ -280,7 +280,10 @@ def test_totals_add_up(kvctl: Run) -> None:
 def test_explain_shows_the_sum_and_what_a_naive_formula_says(kvctl: Run) -> None:
     config = LLAMA | {"model_type": "mistral", "sliding_window": 4096}
     outcome = kvctl("size", "-", "--ctx", "32768", "--explain", stdin=json.dumps(config))
-    assert "32 layers × min(32,768, 4,096) tokens × 2 (K and V) × 8 KV heads × head dim 128 × 2 B = 536,870,912 B" in outcome.out
+    assert (
+        "32 layers × min(32,768, 4,096) tokens × 2 (K and V) × 8 KV heads × head dim 128 × 2 B = 536,870,912 B"
+        in outcome.out
+    )
     assert "8.0× too much" in outcome.out  # 4 GiB for 0.5 GiB
 
 
