@@ -41,13 +41,19 @@ Row = tuple[Sequence[str], Text | None, str]
 """Cells, what stands after them (a bar), and the style of the line."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would leave with status 1; whoever called decides.
+        raise BrokenPipeError
+
+
 class Screen:
     """Lines on stdout: on a terminal long ones break between words, in a pipe they stay whole, for grep."""
 
     def __init__(self) -> None:
         self.terminal = sys.stdout.isatty()
         width = None if self.terminal or os.environ.get("COLUMNS") else 120
-        self.console = Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
+        self.console = _Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
 
     def line(self, text: str | Text = "", style: str = "", indent: int = 0) -> None:
         """One line; what does not fit goes on under column `indent`."""

@@ -86,7 +86,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             slot = (state.kind, state.tokens(work, keep))
             rows[slot] = rows.get(slot, 0) + bytes_
             rate = state.growth(work, fmt, keep)
-            growth += rate * count
+            growth += rate * count * (plan.beams if state.per_beam else 1)
             if rate:
                 growing += bytes_ * count
         rows_of[id(layer)] = tuple(StateRow(kind, 1, tokens, b) for (kind, tokens), b in rows.items())

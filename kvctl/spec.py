@@ -311,7 +311,7 @@ class Provenance(Record):
 class Weights(Record):
     """Bytes of the weights and how they are known; parameters may be unknown."""
 
-    bytes: int
+    bytes: int | None
     parameters: int | None
     source: str
 

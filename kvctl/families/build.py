@@ -116,8 +116,9 @@ def window(f: Fields, name: str = "sliding_window") -> int:
     """A window that must be there."""
     value = f.get(name)
     if value is None:
+        how = "null" if name in f.raw else "missing"
         raise ConfigError(
-            f"{f.path}{name} is missing, and some layers are windowed",
+            f"{f.path}{name} is {how}, and the layer kinds of {f.type[:60]} have windows",
             hint=f"give it with --set {f.path}{name}=N",
         )
     return f.number(name)

@@ -37,19 +37,27 @@ def named_dtype(f: Fields, name: str, default: DType | None) -> DType | None:
 
 
 def gated_delta_states(f: Fields) -> States:
-    """A convolution over queries, keys and values; one [key, value] matrix a value head, in float32."""
+    """A convolution over queries, keys and values; one [key, value] matrix a value head, in float32 unless named."""
     key_heads, value_heads = f.number("linear_num_key_heads"), f.number("linear_num_value_heads")
     key_dim, value_dim = f.number("linear_key_head_dim"), f.number("linear_value_head_dim")
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return (
         ConvState(channels, f.number("linear_conv_kernel_dim")),
-        RecurrentState((value_heads, key_dim, value_dim), FP32, "delta"),
+        RecurrentState((value_heads, key_dim, value_dim), named_dtype(f, "mamba_ssm_dtype", FP32), "delta"),
     )
+
+
+def gated_delta_layer(f: Fields) -> Layer:
+    """The layer; transformers keeps the state in float32 whatever the config names."""
+    states = gated_delta_states(f)
+    conv, delta = states
+    assert isinstance(delta, RecurrentState)
+    return Layer(states, {} if delta.dtype is FP32 else {"transformers": (conv, delta.replace(dtype=FP32))})
 
 
 def gated_delta(f: Fields) -> Layers:
     """Qwen3-Next and kin: attention every 4th layer (full_attention_interval)."""
-    makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(gated_delta_states(f))}
+    makers = attention_makers(grouped) | {p.LINEAR: gated_delta_layer}
     return build(f, p.layer_kinds(f, p.every(4, field="full_attention_interval", other=p.LINEAR)), makers)
 
 
@@ -64,13 +72,13 @@ def olmo_hybrid(f: Fields) -> Layers:
         linear_key_head_dim=key_dim,
         linear_value_head_dim=f.optional_number("linear_value_head_dim") or 2 * key_dim,
     )
-    makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(gated_delta_states(f))}
+    makers = attention_makers(grouped) | {p.LINEAR: gated_delta_layer}
     return build(f, p.layer_kinds(f, p.olmo_hybrid), makers)
 
 
 def lara_mini(f: Fields) -> Layers:
     """Gated delta, windows and full attention in a cycle of five."""
-    makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(gated_delta_states(f))}
+    makers = attention_makers(grouped) | {p.LINEAR: gated_delta_layer}
     return build(f, p.layer_kinds(f, p.cycle(p.LINEAR, p.SLIDING, p.LINEAR, p.FULL, p.SLIDING)), makers)
 
 

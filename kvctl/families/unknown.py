@@ -10,31 +10,53 @@ from kvctl.families.build import Layers, repeat
 from kvctl.families.fields import Fields
 from kvctl.spec import FullAttention, Layer
 
-# Keys that hint at something a plain reading would get wrong.
-_HINTS = re.compile(
-    r"layer_type|layers_block|block_type|block_config|_pattern|pattern_|window|sliding|chunk_size|attention_chunk|"
-    r"lora_rank|latent|ssm|state_size|d_state|mamba|conv|recurr|rwkv|lru|delta|linear_|_linear|share|shared_|sharing|"
-    r"interval|attn_layer|attention_layers|cross_attention|is_encoder_decoder|hybrid|index_|indexer|compress|memory|"
-    r"loop|num_pass|recycle|nope_head_dim|rope_head_dim|v_head_dim|value_head_dim|value_dim|kv_dim|kv_channels|"
-    r"swa_|global_head|kv_heads_per|heads_per_layer|per_layer|kv_n_heads|n_head_kv|multi_query|group_num|"
-    r"num_kv_heads|local_attention|global_attn|full_attn|attention_type|attn_type|cache"
+# Fields whose meaning is the same in every model, and settings that have none for the cache.
+_STANDARD = frozenset(
+    "model_type architectures auto_map hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings model_max_length "
+    "max_length min_length vocab_size padded_vocab_size hidden_act hidden_activation activation_function use_cache "
+    "torch_dtype dtype pretraining_tp rotary_dim rotary_pct rotary_base torchscript use_bfloat16 is_decoder prefix "
+    "num_beams num_beam_groups num_return_sequences num_labels top_k do_sample return_dict "
+    "return_dict_in_generate early_stopping pruned_heads problem_type attn_implementation _attn_implementation "
+    "use_flash_attn flash_attn gradient_checkpointing attention_dropout".split()
 )
-# Keys that match, and say nothing about the cache.
+# Names that say what a key is about, and it is not the cache.
 _HARMLESS = re.compile(
-    r"shared_expert|share_expert|expert_share|moe_|_moe|experts?_|embedding|tie_|use_cache|cache_dir|chunk_size_feed|"
-    r"feed_forward|vocab|rope_(parameters|scaling|theta)|dropout|q_lora_rank$|tokeniz|vision|audio|image|video|"
-    r"quantiz|_attn_implementation|attn_implementation|initializer|loss|router|residual|bias|linear_bias"
+    r"norm|bias|dropout|pdrop|token|rope|rotary|moe|expert|router|routed|scal(e|ing)|multiplier|_eps$|epsilon|init|loss|"
+    r"vocab|embed|^tie_|quant|version|^_?name|label|vision|visual|image|video|audio|mlp|ffn|feed_forward|logit|softcap|"
+    r"temperature|penalty|theta|jitter|^(pad|bos|eos|sep)_|seed|activation|gated|residual|parallel|fused|ngram|sampl|"
+    r"topk|top_k|first_k_dense|n_group|word"
+)
+# Names that hint at something a plain reading would get wrong, whatever else they say.
+_HINTS = re.compile(
+    r"layer_type|layers_block|block_type|block_config|pattern|window|sliding|chunk|local|global|hybrid|interval|"
+    r"lora_rank|latent|mla|mqa|gqa|multi_query|group_num|head_dim|head_size|heads_per|kv_|_kv|key_dim|value_dim|v_head|"
+    r"ssm|mamba|d_state|state_size|d_inner|d_conv|conv|recurr|rnn|rwkv|lru|delta|kda|gdn|hgrn|retention|retnet|yoco|cla_|"
+    r"linear_att|lightning|linear_num|linear_key|linear_value|share_kv|shared_kv|kv_shared|sharing|num_kv|cross_att|"
+    r"encoder_decoder|decoder_layers|encoder_layers|index_|indexer|compress|memory|mem_|sink|nsa|moba|sparse_att|"
+    r"attention_type|attn_type|attn_(every|layer|period|offset|config)|attention_(layers|every|pattern|config)|"
+    r"full_att|self_att|no_rope|nope|loop|recycle|num_pass|early_exit|nextn|mtp|per_layer|ratio$|cache_"
+)
+# Matches of the hints that are certain to be about something else.
+_NO_HINT = re.compile(
+    r"shared_expert|share_expert|expert_|_experts?$|moe|chunk_size_feed_forward|vision|visual|image|video|audio|"
+    r"mlp_ratio|dropout|embedding|norm|vocab"
 )
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "full", "full_attention")
 
 
-def hints(f: Fields) -> list[str]:
-    """Keys in the file that could change the cache and are not switched off."""
-    return sorted(
-        key
-        for key, value in f.raw.items()
-        if _HINTS.search(key) and not _HARMLESS.search(key) and not any(value is off or value == off for off in _OFF)
-    )
+def doubts(f: Fields) -> list[str]:
+    """Keys that are not switched off and not known to leave the cache alone."""
+    return sorted(key for key, value in f.raw.items() if not _certain(key, value))
+
+
+def _certain(key: str, value: Any) -> bool:
+    if key in _STANDARD or any(value is off or value == off for off in _OFF):
+        return True
+    if _HINTS.search(key) and not _NO_HINT.search(key):
+        return False
+    # A fraction is no number of heads, layers or tokens.
+    return bool(_HARMLESS.search(key)) or isinstance(value, float) and not value.is_integer()
 
 
 def read_unknown(f: Fields) -> Layers:
@@ -44,12 +66,12 @@ def read_unknown(f: Fields) -> Layers:
             f"{f.path}model_type is missing from the configuration", hint="give it with --set model_type=llama"
         )
     name = f.type[:60]
-    doubtful = hints(f)
+    doubtful = doubts(f)
     if doubtful:
         raise ConfigError(
             f"model type {name!r} is unknown, and these keys may change its cache: {', '.join(doubtful[:8])}"
             + (f" and {len(doubtful) - 8} more" if len(doubtful) > 8 else ""),
-            hint="size the shape directly: kvctl size --layers N --kv-heads N --head-dim N",
+            hint="if it is built like a known type, say so: --set model_type=llama; or size the shape: --layers N --kv-heads N --head-dim N",
         )
     for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if f.raw.get(key) is None:

@@ -90,8 +90,10 @@ def _weights(row: Mapping[str, Any]) -> Weights | None:
         size, source = row["weights"]
         return Weights(size, parameters, source)
     dtype = model_dtype(row.get("weight_dtype", ""))
-    if parameters is None or dtype is None:
+    if parameters is None:
         return None
+    if dtype is None:
+        return Weights(None, parameters, "catalogue: the parameter count; how they are stored is not in the source")
     return Weights(parameters * dtype.bytes, parameters, f"catalogue: parameters × {dtype.name}")
 
 
