@@ -1,5 +1,6 @@
 """The `kvctl` command: the list of commands, and one mapping from what went wrong to an exit code."""
 
+import contextlib
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -9,6 +10,9 @@ import typer
 from kvctl import __version__
 from kvctl.commands.size import size
 from kvctl.errors import ExitCode, KvctlError
+
+# A line on the screen, not a page of somebody's input.
+_LONGEST = 1000
 
 app = typer.Typer(
     name="kvctl",
@@ -57,6 +61,9 @@ def main() -> NoReturn:
 def run() -> int:
     """The exit status of one run. Errors are one line and a hint on stderr."""
     debug = os.environ.get("KVCTL_DEBUG") == "1"
+    # A closed stream is None here, and print() would then write to the other one.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         code = command()(standalone_mode=False)
         sys.stdout.flush()
@@ -82,7 +89,8 @@ def run() -> int:
 
 def _reader_gone() -> int:
     """kvctl … | head: not an error, and nothing more may be written, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.OK
 
 
@@ -110,7 +118,8 @@ def _usage_or_fault(err: Exception) -> int:
 def _say(message: str, hint: str | None, code: int) -> int:
     from kvctl.words import one_line
 
-    print(f"kvctl: error: {one_line(message)}", file=sys.stderr)
-    if hint:
-        print(f"hint: {one_line(hint)}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"kvctl: error: {one_line(message)[:_LONGEST]}", file=sys.stderr)
+        if hint:
+            print(f"hint: {one_line(hint)[:_LONGEST]}", file=sys.stderr)
     return code

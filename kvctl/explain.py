@@ -46,6 +46,11 @@ def formulas(
     return lines
 
 
+def _even(fmt: CacheFormat, elements: int) -> bool:
+    """Whether a row is so many whole blocks and nothing else."""
+    return elements % fmt.block == 0 and not fmt.head_bytes
+
+
 def _element(fmt: CacheFormat) -> str:
     return f"{fmt.block_bytes} B" if fmt.block == 1 else f"{fmt.block_bytes}/{fmt.block} B"
 
@@ -75,25 +80,30 @@ def _tokens(state: LayerState, work: Workload, engine: Engine) -> str:
 def _state(state: LayerState, work: Workload, fmt: Formats, engine: Engine) -> str:
     if isinstance(state, Attention):
         held = _tokens(state, work, engine)
-        row = state.kv_heads
-        head_scale = ""
-        if fmt.key.head_bytes or fmt.value.head_bytes:
-            head_scale = f" + {plural(row, 'head')} × {fmt.key.head_bytes + fmt.value.head_bytes} B of scales"
-        heads = plural(row, "KV head")
+        heads = plural(state.kv_heads, "KV head")
+        if not (_even(fmt.key, state.kv_heads * state.key_dim) and _even(fmt.value, state.kv_heads * state.value_dim)):
+            # Scales a head, or a row that does not fill its last block: the row itself is the unit.
+            key = fmt.key.row_bytes(state.kv_heads * state.key_dim, state.kv_heads)
+            value = fmt.value.row_bytes(state.kv_heads * state.value_dim, state.kv_heads)
+            return f"{held} × ({key:,} B of keys + {value:,} B of values: {heads} of {state.key_dim} and {state.value_dim})"
         if not state.value_dim:
-            text = f"{heads} × head dim {state.key_dim} (K and V in one) × {_element(fmt.key)}"
-        elif state.key_dim == state.value_dim and fmt.key == fmt.value:
-            text = f"2 (K and V) × {heads} × head dim {state.key_dim} × {_element(fmt.key)}"
-        else:
-            text = f"{heads} × ({state.key_dim} × {_element(fmt.key)} + {state.value_dim} × {_element(fmt.value)})"
-        return f"{held} × ({text}{head_scale})" if head_scale else f"{held} × {text}"
+            return f"{held} × {heads} × head dim {state.key_dim} (K and V in one) × {_element(fmt.key)}"
+        if state.key_dim == state.value_dim and fmt.key == fmt.value:
+            return f"{held} × 2 (K and V) × {heads} × head dim {state.key_dim} × {_element(fmt.key)}"
+        return f"{held} × {heads} × ({state.key_dim} × {_element(fmt.key)} + {state.value_dim} × {_element(fmt.value)})"
     if isinstance(state, LatentAttention):
-        return f"{_tokens(state, work, engine)} × ({state.latent} latent + {state.rope} rotary) × {_element(fmt.key)}"
+        held, width = _tokens(state, work, engine), state.latent + state.rope
+        if not _even(fmt.key, width):
+            return f"{held} × {fmt.key.row_bytes(width):,} B (a row of {state.latent} latent + {state.rope} rotary)"
+        return f"{held} × ({state.latent} latent + {state.rope} rotary) × {_element(fmt.key)}"
     if isinstance(state, Indexer):
         width = (state.dtype or fmt.model).bytes
         return f"{_tokens(state, work, engine)} × {state.dim} indexer key × {width} B"
     if isinstance(state, CompressedAttention):
-        return f"{_tokens(state, work, engine)} × {state.dim} × {_element(fmt.key)}"
+        row = (
+            f"{state.dim} × {_element(fmt.key)}" if _even(fmt.key, state.dim) else f"{fmt.key.row_bytes(state.dim):,} B"
+        )
+        return f"{_tokens(state, work, engine)} × {row}"
     if isinstance(state, PerToken):
         return f"{_tokens(state, work, engine)} × {state.elements} × {(state.dtype or fmt.model).bytes} B"
     if isinstance(state, ConvState):

@@ -32,10 +32,14 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         if not equals or not key or any(not part for part in key.split(".")):
             raise UsageError(f"--set: {item[:60]!r} is not key=value", hint=_SHAPE_HINT)
         try:
-            out[key] = json.loads(text)
+            out[key] = json.loads(text, parse_constant=_no_number)
         except (ValueError, RecursionError):
             out[key] = text.strip()
     return out
+
+
+def _no_number(name: str) -> Any:
+    raise UsageError(f"--set: {name} is not a number that a configuration can hold", hint=_SHAPE_HINT)
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -79,6 +83,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
     root = Fields(config)
     try:
         layers = read_layers(root)
+    except ConfigError as err:
+        raise ConfigError(f"{found.id}: {err.message}", hint=err.hint) from err
     except (TypeError, AttributeError, ZeroDivisionError, OverflowError, IndexError) as err:
         # A value of a shape that no reader expects: the file is at fault, and the reader names nothing better.
         raise ConfigError(f"the configuration of {found.id} holds a value that cannot be read: {err}") from err
@@ -96,10 +102,12 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         id=found.id,
         model_type=root.type or text.type,
         layers=layers,
-        dtype=_dtype(root, text),
+        dtype=_dtype(found.id, root, text),
+        takes_media=_takes_media(root, text),
         max_context=_max_context(root, text),
         provenance=found.provenance,
-        weights=found.weights,
+        # Weights of a what-if are not those of the published model.
+        weights=None if paths else found.weights,
         overrides=paths,
         notes=tuple(notes),
         naive=_naive(text),
@@ -163,15 +171,26 @@ def _filled_in(root: Fields, text: Fields) -> list[str]:
     return out
 
 
-def _dtype(*parts: Fields) -> DType | None:
+def _dtype(model: str, *parts: Fields) -> DType | str | None:
+    """The model's dtype; a text is one that is not known."""
+    seen: str | None = None
     for f in reversed(parts):
         for name in ("dtype", "torch_dtype"):
             value = f.get(name)
-            if isinstance(value, str) and value != "auto":
-                dtype = model_dtype(value)
-                if dtype is not None:
-                    return dtype
-    return None
+            if value is None or value == "auto":
+                continue
+            dtype = model_dtype(value) if isinstance(value, str) else None
+            if dtype is not None:
+                return dtype
+            seen = seen or f"{model}: {f.path}{name} is {str(value)[:40]!r}"
+    return seen
+
+
+def _takes_media(root: Fields, text: Fields) -> bool:
+    """Whether the configuration speaks of images, video or audio at all."""
+    return root.type != text.type or any(
+        word in key for key in root.raw for word in ("vision", "image", "audio", "video")
+    )
 
 
 def _max_context(root: Fields, text: Fields) -> int | None:

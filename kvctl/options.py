@@ -40,7 +40,7 @@ def read_output_format(text: str, as_json: bool) -> str:
 def at_least_one(value: int, option: str) -> int:
     """A count of sequences or beams."""
     if not 1 <= value <= 2**31:
-        raise UsageError(f"{option}: {value} is out of range", hint="at least 1")
+        raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {2**31:,}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from kvctl import __version__
 from kvctl.reports import SizeReport
 from kvctl.units import format_bytes
 from kvctl.words import (
+    copies_words,
     format_words,
     formula_lines,
     held_words,
@@ -19,6 +21,7 @@ from kvctl.words import (
     one_line,
     title_words,
     unicode_output,
+    what_if_words,
 )
 
 
@@ -32,7 +35,9 @@ def say(kind: str, lines: Iterable[str]) -> None:
 
             width = max(40, shutil.get_terminal_size().columns - 1)
             text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        print(text, file=sys.stderr)
+        # A stderr that takes nothing is no reason to keep the answer back.
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr)
 
 
 def emit_size(report: SizeReport, form: str, *, quiet: bool = False) -> None:
@@ -110,7 +115,7 @@ def forgive_encoding() -> None:
 def _json(document: dict[str, Any]) -> None:
     import json
 
-    print(json.dumps(document, indent=2, ensure_ascii=not unicode_output()))
+    print(json.dumps(document, indent=2, ensure_ascii=not unicode_output(), allow_nan=False))
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> None:
@@ -133,6 +138,7 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
             "engine": result.engine,
             "context": result.context,
             "sequences": result.sequences,
+            "beams": result.beams,
             "k_dtype": result.k_dtype,
             "v_dtype": result.v_dtype,
         }
@@ -152,6 +158,8 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
                 "weights_bytes": result.weights_bytes,
                 "parameters": result.weights_parameters,
                 "source": result.model.source,
+                "location": result.model.location,
+                "overrides": " ".join(f"{key}={value}" for key, value in result.model.overrides.items()),
             }
         )
     return rows
@@ -161,13 +169,13 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
 
 
 def _markdown(report: SizeReport) -> None:
-    print("| model | context | sequences | format | KV cache | bytes | +1 token | fixed | weights |")
-    print("|---|---:|---:|---|---:|---:|---:|---:|---:|")
+    print("| model | context | held for | format | KV cache | bytes | +1 token | fixed | weights |")
+    print("|---|---:|---|---|---:|---:|---:|---:|---:|")
     for result in report.results:
         cells = (
-            one_line(result.model.id).replace("|", "\\|"),
+            (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|"),
             f"{result.context:,}",
-            f"{result.sequences:,}",
+            copies_words(result),
             format_words(result),
             format_bytes(result.kv_bytes),
             f"{result.kv_bytes:,}",

@@ -54,6 +54,8 @@ class Screen:
         self.terminal = sys.stdout.isatty()
         width = None if self.terminal or os.environ.get("COLUMNS") else 120
         self.console = _Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
+        if self.console.width < 20:  # COLUMNS=0 and the like
+            self.console.width = 80
 
     def line(self, text: str | Text = "", style: str = "", indent: int = 0) -> None:
         """One line; what does not fit goes on under column `indent`."""
@@ -100,9 +102,9 @@ def print_listing(rows: Sequence[dict[str, Any]]) -> None:
 def print_size(report: SizeReport) -> None:
     """One model in detail, or several side by side."""
     screen = Screen()
-    groups: dict[str, dict[int, SizeResult]] = {}
+    groups: dict[tuple[str, str], dict[int, SizeResult]] = {}
     for result in report.results:
-        groups.setdefault(result.model.id, {})[result.context] = result
+        groups.setdefault((result.model.id, result.model.location), {})[result.context] = result
     largest = [max(group.values(), key=lambda result: result.context) for group in groups.values()]
     if len(groups) > 1:
         _comparison(screen, [list(group.values()) for group in groups.values()])
@@ -272,20 +274,20 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
     room = min(24, screen.console.width - longest - 48 - 11 * fixed)
 
     def cells(result: SizeResult) -> list[str]:
-        row = [f"{result.context:,}" if stacked else names[result.model.id], format_bytes(result.kv_bytes)]
+        row = [f"{result.context:,}" if stacked else names[_key(result)], format_bytes(result.kv_bytes)]
         row.append(format_bytes(result.kv_bytes_per_token))
         if fixed:
             row.append(format_bytes(result.kv_bytes_fixed))
         # The weights are the same at every context: once is enough.
-        row.append(_weights(result) if not stacked or result is heads[result.model.id] else "")
+        row.append(_weights(result) if not stacked or result is heads[_key(result)] else "")
         return row
 
-    heads = {group[0].model.id: group[0] for group in groups}
+    heads = {_key(group[0]): group[0] for group in groups}
     head = ["context" if stacked else "model", "KV cache", "+1 token", *(["fixed"] if fixed else []), "weights"]
     rows: list[Row] = [(head, None, "dim")]
     for group in groups:
         if stacked:
-            rows.append(([""] * len(head), Text(names[group[0].model.id], style="bold"), ""))
+            rows.append(([""] * len(head), Text(names[_key(group[0])], style="bold"), ""))
         for result in group:
             rows.append((cells(result), _bar(result.kv_bytes, largest, room) if room >= 6 else None, ""))
     screen.table(("r" if stacked else "l") + "r" * (len(head) - 1), rows, bold=1)
@@ -295,9 +297,19 @@ def _weights(result: SizeResult) -> str:
     return "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes)
 
 
-def _display_names(results: Sequence[SizeResult]) -> dict[str, str]:
-    """Names without organisation, where that leaves them different."""
-    ids = list(dict.fromkeys(result.model.id for result in results))
-    short = {name: one_line(name.rpartition("/")[2] or name) for name in ids}
-    clash = len(set(short.values())) < len(ids)
-    return {name: one_line(name) if clash else short[name] for name in ids}
+def _key(result: SizeResult) -> tuple[str, str]:
+    return result.model.id, result.model.location
+
+
+def _display_names(results: Sequence[SizeResult]) -> dict[tuple[str, str], str]:
+    """Names without organisation, or as much more as it takes to tell them apart."""
+    keys = list(dict.fromkeys(_key(result) for result in results))
+    for name in (
+        lambda key: key[0].rpartition("/")[2] or key[0],
+        lambda key: key[0],
+        lambda key: f"{key[0]} ({key[1]})",
+    ):
+        names = {key: one_line(name(key)) for key in keys}
+        if len(set(names.values())) == len(keys):
+            break
+    return names

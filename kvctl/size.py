@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.engines import Engine
-from kvctl.errors import UsageError
+from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, CacheFormat, DType, plain
 from kvctl.record import Record
 from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
@@ -57,6 +57,10 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     ):
         warnings.append("--v-dtype has no effect: this model keeps no values of their own")
     dtype = plan.dtype or spec.dtype
+    if isinstance(dtype, str):
+        raise ConfigError(
+            f"{dtype}, which is no model dtype that kvctl knows", hint="name one with --dtype bf16, fp16 or fp32"
+        )
     if dtype is None:
         dtype = BF16
         if spec.provenance.source != "shape":
@@ -69,8 +73,8 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             hint="--dtype sets that; other formats of the cache: --engine ideal",
         )
     work = _workload(spec, context, plan, warnings)
-    if spec.max_context is not None and context > spec.max_context:
-        warnings.append(f"{context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
+    if spec.max_context is not None and work.context > spec.max_context:
+        warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
 
     engine, keep = plan.engine, plan.engine.retention
     copies = plan.sequences * plan.beams
@@ -150,6 +154,12 @@ def _layer_notes(spec: ModelSpec, engine: Engine) -> tuple[str, ...]:
 def _workload(spec: ModelSpec, context: int, plan: SizePlan, warnings: list[str]) -> Workload:
     """Positions of self and of cross attention: images and audio go where the model puts them."""
     image, audio = plan.image_tokens or 0, plan.audio_tokens or 0
+    if (image or audio) and not spec.takes_media and not spec.cross_input:
+        warnings.append("counted as asked, but nothing in this configuration takes images or audio")
+    if plan.encoder_tokens is not None and spec.cross_input in ("image", "audio") and (image or audio):
+        warnings.append(
+            "--encoder-tokens says what cross attention holds; --image-tokens and --audio-tokens add nothing"
+        )
     if not spec.cross_input:
         if plan.encoder_tokens:
             warnings.append("--encoder-tokens has no effect: this model has no cross attention")

@@ -133,13 +133,14 @@ class ChunkedAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Every position of the encoder (or of the image, for vision cross layers)."""
+    """Every position of the encoder (or of the image, for vision cross layers); `window`: the newest alone."""
 
+    window: int | None = None
     kind: ClassVar[str] = "cross_attention"
     per_beam: ClassVar[bool] = False
 
     def tokens(self, work: Workload, keep: Retention) -> int:
-        return work.encoder
+        return work.encoder if self.window is None else keep.window(work.encoder, self.window)
 
 
 class LatentAttention(LayerState):
@@ -322,13 +323,15 @@ class ModelSpec(Record):
     id: str
     model_type: str
     layers: tuple[Layer, ...]
-    dtype: DType | None
+    dtype: DType | str | None
+    """A text names what the configuration says and kvctl does not know."""
     max_context: int | None
     provenance: Provenance
     weights: Weights | None = None
     overrides: Mapping[str, Any] = {}
     notes: Sequence[str] = ()
     naive: Naive | None = None
+    takes_media: bool = True
     default_encoder: int | None = None
     """Encoder positions of a full input (audio, image), where the config names them."""
     cross_input: str = ""

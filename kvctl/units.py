@@ -30,6 +30,11 @@ def parse_tokens(text: str, *, what: str = "--ctx") -> int:
 
 def parse_token_list(text: str, *, what: str = "--ctx") -> tuple[int, ...]:
     """Read "4k,32k,128k"; order is kept, repeats are dropped."""
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", text.strip()):
+        whole = text.strip().replace(",", "")
+        raise UsageError(
+            f"{what}: {text.strip()} could be one number or several", hint=f"write {whole}, or put blanks between"
+        )
     parts = [part for part in re.split(r"[,\s]+", text.strip()) if part]
     if not parts:
         raise UsageError(f"{what}: empty list", hint="write for example --ctx 4k,32k,128k")

@@ -49,6 +49,12 @@ def held_words(kind: str, tokens: int) -> str:
     return f"{tokens:,} {_HOLDS.get(kind, 'tokens')}"
 
 
+def what_if_words(result: SizeResult) -> str:
+    """ " with num_key_value_heads = 64", for tables that have no line for it."""
+    changes = ", ".join(f"{key} = {value!r}" for key, value in result.model.overrides.items())
+    return " " + one_line(f"with {changes}") if changes else ""
+
+
 def copies_words(result: SizeResult) -> str:
     """ "3 sequences × 4 beams"."""
     beams = f" × {plural(result.beams, 'beam')}" if result.beams > 1 else ""

@@ -123,6 +123,10 @@ FIXES: dict[str, Fix] = {
     "bigscience/bloomz": _bloom(14336),
     "bigscience/bloomz-7b1": _bloom(4096),
     "codellama/CodeLlama-70b-hf": _typed("llama", _LLAMA),
+    "databricks/dbrx-instruct": Fix(
+        "the source is a test file of another shape; published are 40 layers and 8 KV heads, as the 132B parameters prove",
+        {"n_layers": 40, "attn_config.kv_n_heads": 8},
+    ),
     "databricks/dolly-v2-12b": _typed("gpt_neox", "tuned from pythia-12b"),
     "deepseek-ai/DeepSeek-OCR": Fix(
         "the language model nested and without a latent, as in deepseek-vl2-tiny, whose shape it has",
@@ -315,6 +319,7 @@ ACCEPTED: tuple[Accept, ...] = (
     Accept("mamba", "intermediate_size", "expand × hidden_size"),
     Accept("mpt", "attn_config attn_type", "multi-head, says the model card"),
     Accept("hunyuan hunyuan_image_3_moe", "use_cla use_mla", "off, as in the file of Hunyuan-A13B"),
+    Accept("qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid", "mamba_ssm_dtype", "float32, as the reference keeps it"),
     Accept("longcat_flash", "num_hidden_layers", "another name of twice num_layers, which the row has"),
     Accept("bloom falcon", "n_embed", "an old spelling of hidden_size, which the row has"),
     Accept("gpt2", "add_cross_attention", "a decoder alone"),
@@ -331,6 +336,14 @@ _QUANTISED_NAME = re.compile(r"fp8|nvfp4|4bit|int4|awq|gptq", re.IGNORECASE)
 # Published quantised: a row that is no whole file may have lost its quantization_config.
 _QUANTISED_TYPES = {"deepseek_v3", "deepseek_v4", "deepseek_ref", "kimi_k2", "kimi_k25", "minimax_m2",
                     "minimax_m3_vl_text", "mimo_v2", "gpt_oss", "telechat3", "laguna", "step3p7"}  # fmt: skip
+# Parameter counts in the source that the model's own shape contradicts.
+WRONG_PARAMETERS = {
+    "deepseek-ai/deepseek-llm-7b-chat", "deepseek-ai/deepseek-llm-67b-base", "openlm-research/open_llama_7b",
+    "baichuan-inc/Baichuan-7B", "baichuan-inc/Baichuan2-7B-Chat", "baichuan-inc/Baichuan2-13B-Chat",
+    "internlm/internlm-chat-7b", "internlm/internlm2-20b", "nvidia/NVIDIA-Nemotron-Nano-12B-v2",
+    "RWKV/rwkv-5-world-3b",
+}  # fmt: skip
+
 KNOWN_WEIGHTS = {
     "deepseek-ai/DeepSeek-V3": [
         round(641.3 * 2**30),
@@ -514,6 +527,8 @@ def entry(row: Config, rows: Mapping[str, Config]) -> Config:
     source = row["source"]
     for long, short in SOURCES:
         source = long.sub(short, source)
+    if name in WRONG_PARAMETERS:
+        row = {**row, "params_total": None}
     facts = {"parameters": row.get("params_total"), "active": row.get("params_active"), "source": source}
     against = reason_against(row, config)
     if against:
@@ -565,7 +580,7 @@ def main() -> None:
         raise SystemExit(__doc__)
     read = [json.loads(line) for line in Path(sys.argv[1]).read_text("utf-8").splitlines()]
     rows = {row["repo_id"]: row for row in read}
-    for name in [*FIXES, *COPIES, *INCOMPLETE, *LENGTH_HOLDS, *KNOWN_WEIGHTS]:
+    for name in [*FIXES, *COPIES, *INCOMPLETE, *LENGTH_HOLDS, *KNOWN_WEIGHTS, *WRONG_PARAMETERS]:
         if name not in rows:
             raise SystemExit(f"{name} is named in this script and not in the file")
     entries = list(lines(rows))

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import Outcome
 
+from kvctl.sources import catalogue
+
 Run = Callable[..., Outcome]
 KVCTL = [sys.executable, "-m", "kvctl"]
 
@@ -123,9 +125,10 @@ def test_odd_terminals_get_an_answer(environment: dict[str, str]) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    models = ["Qwen3-32B"] * 200
-    process = subprocess.Popen([*KVCTL, "size", *models, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("form", ["json", "csv", "md", "table"])
+def test_a_reader_that_leaves_is_no_error(form: str) -> None:
+    argv = [*KVCTL, "size", *catalogue.names()[:300], "-q", "--ctx", "4k,8k", "--explain", "--format", form]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
@@ -165,3 +168,35 @@ def test_escape_sequences_from_a_config_do_not_reach_the_terminal(kvctl: Run) ->
     for form in ("table", "md", "csv"):
         outcome = kvctl("size", "-", "--ctx", "10", "--format", form, stdin=json.dumps(config))
         assert "\x1b" not in outcome.out + outcome.err
+
+
+def test_closed_streams() -> None:
+    def run(redirect: str) -> subprocess.CompletedProcess[str]:
+        command = f"{sys.executable} -m kvctl size Qwen3-32B --ctx 1m --json {redirect}"
+        return subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+
+    json.loads(run("2>&-").stdout)
+    assert "internal" not in run(">&-").stderr
+
+
+@pytest.mark.parametrize("width", ["0", "1", "20", "abc"])
+def test_numbers_are_whole_at_any_width(width: str) -> None:
+    run = shell("size", "gemma-3-27b-it", "--ctx", "128k", COLUMNS=width)
+    assert "11,173,625,856" in run.stdout
+    assert "…" not in run.stdout
+    run = shell("size", "Qwen3-32B", "DeepSeek-V3", "--ctx", "4k,32k", COLUMNS=width)
+    assert "Qwen3-32B" in run.stdout
+    assert "DeepSeek-V3" in run.stdout
+
+
+def test_numbers_that_are_none(kvctl: Run) -> None:
+    for argv in (
+        ["--set", "torch_dtype=NaN"],
+        ["--image-tokens", "9" * 400],
+        ["--encoder-tokens", "-1"],
+        ["-n", "9" * 30],
+    ):
+        outcome = kvctl("size", "Qwen3-32B", "--ctx", "1k", *argv)
+        assert outcome.code == 2
+        assert "internal" not in outcome.err
+        assert len(outcome.err) < 2500

@@ -238,10 +238,21 @@ def test_unknown_type_with_standard_fields_is_read_and_said(kvctl: Run) -> None:
 @pytest.mark.parametrize(
     "hint",
     [
-        {"sliding_window": 1024}, {"layer_types": ["full_attention"] * 4}, {"kv_lora_rank": 512}, {"ssm_state_size": 16},
+        {"sliding_window": 1024}, {"layer_types": ["full_attention", "sliding_attention"] * 2}, {"kv_lora_rank": 512}, {"ssm_state_size": 16},
         {"num_kv_shared_layers": 2}, {"linear_attention_every": 2}, {"full_attention_interval": 4},
         {"attention_chunk_size": 8192}, {"compress_ratios": [4, 4, 4, 4]}, {"conv_kernel": 4},
-        {"is_encoder_decoder": True}, {"v_head_dim": 64}, {"kv_channels": 64},
+        {"is_encoder_decoder": True}, {"v_head_dim": 64}, {"kv_channels": 64}, {"attention_head_dim": 64},
+        {"qk_head_dim": 64}, {"kv_proj_dim": 256}, {"use_mla": True}, {"kda_layers": [0, 2]}, {"local_layers": 2},
+        {"global_layers": [1]}, {"layers_without_attention": [1]}, {"attn_every": 2}, {"rnn_layers": 2}, {"d_inner": 64},
+        {"no_rope_layers": [1, 0, 1, 0]}, {"cla_factor": 2}, {"yoco": True}, {"num_self_decoder_layers": 2},
+        {"nsa_config": {"block": 64}}, {"moba_chunk": 64}, {"hgrn": True}, {"retention_heads": 4},
+        {"attention_k_eq_v": True}, {"num_nextn_predict_layers": 1}, {"layer_group_size": 5}, {"total_ut_steps": 4},
+        {"attn_config": {"sliding_window": 128}}, {"n_kv_heads": 2}, {"num_query_groups": 2}, {"d_kv": 64},
+        {"head_size": 64}, {"mla_rank": 64}, {"attn_mode": "local"}, {"attention_span": 128}, {"kv_reuse": 2},
+        {"cross_layer_kv": True}, {"use_cla": True}, {"n_passes": 3}, {"num_meta_tokens": 128}, {"num_sink_tokens": 4},
+        {"prompt_length": 16}, {"encoder_layers": 4}, {"decoder_layers": 4}, {"n_layer": 8}, {"num_layers": 8},
+        {"SLIDING_WINDOW": 128}, {"pruned_heads": {"0": [1]}}, {"q_lora_rank": 512},
+        {"architectures": ["BrandNewForMaskedLM"]}, {"architectures": ["BrandNewForConditionalGeneration"]},
     ],
 )  # fmt: skip
 def test_unknown_type_with_a_hint_is_refused_by_the_key(kvctl: Run, hint: dict[str, Any]) -> None:
@@ -251,7 +262,12 @@ def test_unknown_type_with_a_hint_is_refused_by_the_key(kvctl: Run, hint: dict[s
     assert outcome.out == ""
 
 
-@pytest.mark.parametrize("off", [{"sliding_window": None}, {"use_sliding_window": False}, {"kv_lora_rank": None}])
+@pytest.mark.parametrize("off", [{"sliding_window": None}, {"use_sliding_window": False}, {"kv_lora_rank": None}, {"full_attention_interval": 0},
+                                 {"layer_types": ["full_attention"] * 4}, {"architectures": ["BrandNewForCausalLM"]},
+                                 {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2},
+                                 {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "vocab_size": 9,
+                                  "intermediate_size": 9, "hidden_act": "silu", "attention_bias": True, "num_experts": 8,
+                                  "moe_intermediate_size": 9, "use_qk_norm": True, "logit_scale": 0.5}])  # fmt: skip
 def test_a_hint_that_is_off_is_no_hint(kvctl: Run, off: dict[str, Any]) -> None:
     assert kvctl("size", "-", "--json", stdin=json.dumps(PLAIN | off)).code == 0
 
@@ -303,3 +319,127 @@ def test_every_format_carries_the_bytes(kvctl: Run, form: str) -> None:
     outcome = kvctl("size", "-", "--ctx", "1000", "--format", form, stdin=json.dumps(LLAMA))
     assert outcome.code == 0
     assert "131072000" in outcome.out.replace(",", "")
+
+
+def test_an_unknown_wrapper_is_read_through_only_if_nothing_else_is_said(kvctl: Run) -> None:
+    wrapper = {"model_type": "new_vlm", "text_config": LLAMA, "vision_config": {"num_hidden_layers": 2}}
+    assert one(kvctl, wrapper, "--ctx", "1000")["kv_bytes"] == 1000 * 131_072
+    for extra in (
+        {"sliding_window": 128},
+        {"cross_attention_layers": [1]},
+        {"llm_config": LLAMA},
+        {"talker_config": LLAMA | {"vocab_size": 9}},
+    ):
+        outcome = kvctl("size", "-", stdin=json.dumps(wrapper | extra))
+        assert outcome.code == 1
+        assert next(iter(extra)) in outcome.err
+
+
+# -- what a real class would refuse -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads is 64"),
+        ({"hidden_size": 4097}, "hidden_size 4097 does not split"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many'"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 32 layers"),
+        ({"layer_types": ["odd"] * 32}, "layer_types holds 'odd'"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
+        ({"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 6, "head_dim": 128},
+         "no full_attention layer is left to share from"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_by_name(kvctl: Run, change: dict[str, Any], part: str) -> None:
+    outcome = kvctl("size", "-", "--ctx", "1000", stdin=json.dumps(LLAMA | change))
+    assert outcome.code == 1
+    assert part in outcome.err
+    assert outcome.out == ""
+
+
+def test_a_wrapper_without_a_language_model_is_refused(kvctl: Run) -> None:
+    outcome = kvctl("size", "-", stdin='{"model_type": "llava"}')
+    assert outcome.code == 1
+    assert "text_config is missing" in outcome.err
+
+
+def test_transformers_slides_wherever_a_file_names_a_window(kvctl: Run) -> None:
+    # Measured in transformers 5.24: 4 layers, window 8, 24 tokens: 7 · (32 + 8) · 4 bytes a layer.
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+              "dtype": "float32", "sliding_window": 8}  # fmt: skip
+    assert one(kvctl, config, "--ctx", "24", "--engine", "transformers")["kv_bytes"] == 4480
+    assert one(kvctl, config, "--ctx", "24")["kv_bytes"] == 4 * 24 * 40 * 4
+
+
+def test_transformers_keeps_the_models_dtype(kvctl: Run) -> None:
+    outcome = kvctl("size", "-", "--engine", "transformers", "--kv-dtype", "fp8", stdin=json.dumps(LLAMA))
+    assert outcome.code == 2
+    assert "in the model's dtype, bf16" in outcome.err
+
+
+def test_a_state_dtype_that_the_config_names(kvctl: Run) -> None:
+    config = {"model_type": "qwen3_next", "dtype": "bfloat16", "num_hidden_layers": 4, "hidden_size": 64,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
+              "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+              "mamba_ssm_dtype": "bfloat16"}  # fmt: skip
+    for engine, width in (("ideal", 2), ("transformers", 4)):
+        rows = {row["kind"]: row["bytes"] for row in one(kvctl, config, "--ctx", "9", "--engine", engine)["layers"]}
+        assert rows["recurrent_state"] == 3 * 4 * 16 * 24 * width
+
+
+def test_one_more_token_of_a_beam_search_is_one_for_every_beam(kvctl: Run) -> None:
+    assert one(kvctl, LLAMA, "--ctx", "1000", "--beams", "5")["kv_bytes_per_token"] == 5 * 131_072
+
+
+def test_a_number_with_a_comma_is_not_two(kvctl: Run) -> None:
+    outcome = kvctl("size", "-", "--ctx", "131,072", stdin=json.dumps(LLAMA))
+    assert outcome.code == 2
+    assert "131072" in outcome.err
+
+
+def test_two_folders_of_one_name_stay_apart(kvctl: Run, tmp_path: Any) -> None:
+    for parent, heads in (("a", 8), ("b", 4)):
+        folder = tmp_path / parent / "model"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": heads}))
+    outcome = kvctl("size", str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model"), "--ctx", "4k")
+    assert "/a/model" in outcome.out
+    assert "/b/model" in outcome.out
+
+
+def test_what_if_drops_the_published_weights(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-32B", "--ctx", "4k", "--set", "num_hidden_layers=32", "--json")
+    assert outcome.json["results"][0]["weights"] is None
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "q8_0", "int4", "nvfp4", "fp8_per_token_head"])
+def test_formulas_evaluate_to_their_bytes(kvctl: Run, fmt: str) -> None:
+    import re
+
+    for model in (
+        "DeepSeek-V3",
+        "gemma-3-27b-it",
+        "Qwen3-32B",
+        "Qwen3-Next-80B-A3B-Instruct",
+        "Jamba-v0.1",
+        "falcon-7b",
+    ):
+        result = kvctl("size", model, "--ctx", "4096", "-n", "3", "--kv-dtype", fmt, "--explain", "--json").json[
+            "results"
+        ][0]
+        assert result["formulas"]
+        for formula in result["formulas"]:
+            left, _, right = formula["text"].rpartition(" = ")
+            text = re.sub(r"B of keys \+ ([\d,]+) B of values:[^)]*", r"+ \1", left)
+            text = re.sub(
+                r"\(a row of [^)]*\)|\(K and V\)|\(K and V in one\)|\((?:fp32|bf16|fp16)\)|head dim", "", text
+            )
+            text = re.sub(r"(?<=\d),(?=\d{3})", "", text).replace("×", "*").replace("−", "-")
+            text = re.sub(r"min\((\d+), (\d+)\)", lambda m: str(min(int(m[1]), int(m[2]))), text)
+            text = re.sub(r"[a-zA-Z]+", "", text)
+            assert round(eval(text)) == int(right.replace(",", "").removesuffix(" B")), formula["text"]
+        assert sum(formula["bytes"] for formula in result["formulas"]) == result["kv_bytes"]

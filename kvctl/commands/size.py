@@ -15,6 +15,7 @@ from kvctl.options import (
     complete_output_formats,
     complete_sources,
 )
+from kvctl.units import MAX_TOKENS
 
 
 def size(
@@ -85,6 +86,7 @@ def size(
             "--encoder-tokens",
             metavar="N",
             min=0,
+            max=MAX_TOKENS,
             help="Positions that cross attention holds. Default: the encoder's full input where the config names it, else as many as --ctx.",
             show_default=False,
         ),
@@ -95,6 +97,7 @@ def size(
             "--image-tokens",
             metavar="N",
             min=0,
+            max=MAX_TOKENS,
             help="Image positions in each sequence, beside --ctx. Default: 0.",
             show_default=False,
         ),
@@ -105,6 +108,7 @@ def size(
             "--audio-tokens",
             metavar="N",
             min=0,
+            max=MAX_TOKENS,
             help="Audio positions in each sequence, beside --ctx. Default: 0; a full input for audio encoder-decoders.",
             show_default=False,
         ),
@@ -189,12 +193,13 @@ def size(
     if list_models:
         from kvctl.sources import catalogue
 
-        pattern = (models or [""])[0]
-        rows = catalogue.listing(pattern)
+        patterns = models or [""]
+        rows = [row for pattern in patterns for row in catalogue.listing(pattern)]
         if not rows:
-            near = catalogue.nearest(pattern)
+            near = catalogue.nearest(patterns[0])
             raise SourceError(
-                f"no model of the catalogue matches {pattern!r}", hint="near it: " + ", ".join(near) if near else None
+                f"no model of the catalogue matches {patterns[0]!r}",
+                hint="near it: " + ", ".join(near) if near else None,
             )
         output.emit_listing(rows, form)
         return
@@ -231,6 +236,8 @@ def size(
                              hint="for a what-if on a model use --set num_hidden_layers=N")  # fmt: skip
         if layers is None or kv_heads is None or head_dim is None:
             raise UsageError("a shape needs all of --layers, --kv-heads and --head-dim")
+        if source or revision:
+            raise UsageError("--source and --revision are about a model; a shape has none")
         if overrides:
             raise UsageError("--set changes a model's configuration; a shape has none")
         specs = [shape_spec(layers, kv_heads, head_dim)]

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from kvctl.errors import ConfigError
-from kvctl.families.build import Layers
+from kvctl.families.build import Layers, windows_of_the_cache
 from kvctl.families.fields import Fields
 
 
@@ -156,13 +156,19 @@ FAMILIES: tuple[Family, ...] = (
         "clip_vision_model clip siglip siglip2")),
 )  # fmt: skip
 
+# Readers of models that have no window, and whose cache in transformers slides all the same if the file names one.
+WINDOWLESS = frozenset(_types(
+    "latent:latent latent:deepseek_v2 latent:longcat encdec:bart encdec:t5 encdec:moonshine encdec:flat_grouped "
+    "encdec:gpt2 encdec:cross_where_added encdec:mllama attention:falcon attention:bloom attention:gpt_bigcode "
+    "attention:dbrx attention:mpt attention:jetmoe attention:multi_head linear:hrm_text"))  # fmt: skip
+
 # Where a wrapper keeps its language model, tried in this order.
 NESTED_NAMES = ("text_config", "decoder", "generator", "llm_config", "language_config", "thinker_config",
                 "language_model_config", "decoder_config", "llm_model_config", "vlm_config")  # fmt: skip
 
 # Language models of wrappers that run outside of transformers, where the file may not name the type.
 WRAPPED = {"kimi_vl": ("text_config", "deepseek_v3"), "deepseek_vl_v2": ("language_config", "deepseek_v2"),
-           "interns1": ("text_config", "qwen3_moe"), "kimi_k3": ("text_config", "kimi_linear")}  # fmt: skip
+           "interns1": ("text_config", "qwen3_moe"), "internvl_chat": ("llm_config", ""), "kimi_k3": ("text_config", "kimi_linear")}  # fmt: skip
 
 _MAX_NESTING = 4
 
@@ -203,6 +209,24 @@ def _wraps_its_own_kind(f: Fields, reader: str) -> bool:
     return any(isinstance(f.raw.get(name), Mapping) and layers & f.raw[name].keys() for name in NESTED_NAMES)
 
 
+def _check_unknown_wrapper(f: Fields) -> None:
+    """A wrapper of unknown type may be read through only if it wraps one language model and says no more of it."""
+    inner = [name for name in NESTED_NAMES if isinstance(f.raw.get(name), Mapping)]
+    if not inner:
+        return
+    from kvctl.families.unknown import hinting
+
+    others = [key for key, value in f.raw.items() if key not in inner and isinstance(value, Mapping)
+              and {"num_hidden_layers", "num_attention_heads", "vocab_size"} <= value.keys()]  # fmt: skip
+    if len(inner) + len(others) > 1:
+        raise ConfigError(f"{f.type[:60]!r} is unknown and has several language models: {', '.join([*inner, *others])}",
+                          hint="size the part that you mean from a file of its own")  # fmt: skip
+    doubtful = hinting({key: value for key, value in f.raw.items() if key not in inner})
+    if doubtful:
+        raise ConfigError(f"{f.type[:60]!r} is unknown, and these keys beside {inner[0]} may change its cache: "
+                          + ", ".join(doubtful[:8]))  # fmt: skip
+
+
 def text_fields(f: Fields, depth: int = 0) -> Fields:
     """The part of a configuration that describes the layers with the cache.
 
@@ -214,6 +238,8 @@ def text_fields(f: Fields, depth: int = 0) -> Fields:
     if depth >= _MAX_NESTING:
         raise ConfigError(f"{f.path}: configurations nested too deep")
     wrapped, wrapped_type = WRAPPED.get(f.type, ("", ""))
+    if not f.nested_types and not wrapped:
+        _check_unknown_wrapper(f)
     for name in NESTED_NAMES:
         if isinstance(f.raw.get(name), Mapping):
             nested = f.nested(name, default_type=wrapped_type if name == wrapped else "")
@@ -243,4 +269,4 @@ def read_layers(f: Fields) -> Layers:
         layers: Layers = read_unknown(text)
         return layers
     result: Layers = reader(text)
-    return result
+    return windows_of_the_cache(text, result) if _readers()[text.type] in WINDOWLESS else result

@@ -242,18 +242,22 @@ def modernbert_decoder(f: Fields) -> Layers:
     return build(f, p.layer_kinds(f, PATTERNS[f.type]), attention_makers(lambda f: (heads, dim, dim)))
 
 
-def last_layers_share(f: Fields, n: int) -> list[bool]:
-    """The last `num_kv_shared_layers` layers read an earlier layer's cache."""
+def last_layers_share(f: Fields, kinds: list[str], *, all_may: bool = False) -> list[bool]:
+    """The last `num_kv_shared_layers` layers read the cache of the last layer of their kind before them."""
+    n = len(kinds)
     shared = f.number_or("num_kv_shared_layers", 0, minimum=0)
     if shared > n:
         raise ConfigError(f"{f.path}num_kv_shared_layers is {shared} of {n} layers")
+    without = set(kinds) - set(kinds[: n - shared])
+    if shared and without and not (all_may and shared == n):
+        raise ConfigError(f"{f.path}num_kv_shared_layers is {shared}: no {without.pop()} layer is left to share from")
     return [i >= n - shared for i in range(n)]
 
 
 def gemma3n(f: Fields) -> Layers:
     """Windows by pattern, and a tail of layers that share."""
     kinds = p.layer_kinds(f, PATTERNS["gemma3n_text"])
-    return build(f, kinds, attention_makers(grouped), shared=last_layers_share(f, len(kinds)))
+    return build(f, kinds, attention_makers(grouped), shared=last_layers_share(f, kinds))
 
 
 def gemma4(f: Fields) -> Layers:
@@ -270,7 +274,7 @@ def gemma4(f: Fields) -> Layers:
         if global_heads is not None and f.flag("attention_k_eq_v", True):
             override["num_key_value_heads"] = global_heads
         f = f.with_values(per_layer_config={str(i): override for i, kind in enumerate(kinds) if kind == p.FULL})
-    shared = last_layers_share(f, len(kinds)) if f.has("num_kv_shared_layers") else None
+    shared = last_layers_share(f, kinds, all_may=True) if f.has("num_kv_shared_layers") else None
     return build(f, kinds, attention_makers(grouped), shared=shared)
 
 

@@ -12,7 +12,17 @@ from typing import Any
 from kvctl.errors import ConfigError
 from kvctl.families.fields import MAX_LAYERS, Fields
 from kvctl.families.patterns import CHUNKED, FULL, MLP, MOE, REFERENCE_SLIDING, SLIDING
-from kvctl.spec import ChunkedAttention, FullAttention, Layer, NoState, Shared, SlidingWindow
+from kvctl.spec import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LayerState,
+    NoState,
+    Shared,
+    SlidingWindow,
+)
 
 Maker = Callable[[Fields], Layer]
 Layers = tuple[Layer, ...]
@@ -58,10 +68,6 @@ def build(
             continue
         override = overrides.get(index)
         if override:
-            skip = override.get("skip") or ()
-            if any("attention" in str(name) or "attn" in str(name) for name in skip):
-                layers.append(NONE)
-                continue
             key = (kind, repr(sorted(override.items(), key=lambda item: item[0])))
             if key not in special:
                 special[key] = _make(f.with_values(**override), kind, makers)
@@ -85,6 +91,38 @@ def _make(f: Fields, kind: str, makers: Mapping[str, Maker]) -> Layer:
     return maker(f)
 
 
+def windows_of_the_cache(f: Fields, layers: Layers) -> Layers:
+    """Put in the windows that transformers' cache sees though the model has none.
+
+    Without layer_types, the cache slides in every layer of a config that has a
+    `sliding_window` (or an `attention_chunk_size`), whatever the model's own code does
+    (get_layer_types_and_kwargs in cache_utils.py).
+    """
+    if not {"sliding_window", "attention_chunk_size"} & f.raw.keys():
+        return layers
+    size = f.get("sliding_window")
+    size = f.get("attention_chunk_size") if size is None else size
+    if size is None or f.get("layer_types") is not None:
+        return layers
+    if any(isinstance(s, (SlidingWindow, ChunkedAttention)) for layer in layers for s in layer.states):
+        return layers
+    size = f.as_number("sliding_window", size, 1)
+    made: dict[int, Layer] = {}
+    for layer in layers:
+        if id(layer) not in made:
+            stored = tuple(_windowed(state, size) for state in layer.states_in("transformers"))
+            made[id(layer)] = layer.replace(stored={"transformers": stored})
+    return tuple(made[id(layer)] for layer in layers)
+
+
+def _windowed(state: LayerState, size: int) -> LayerState:
+    if isinstance(state, FullAttention):
+        return SlidingWindow(state.kv_heads, state.key_dim, state.value_dim, window=size)
+    if isinstance(state, (LatentAttention, CrossAttention)):
+        return state.replace(window=size)
+    return state
+
+
 # -- attention -----------------------------------------------------------------------
 
 
@@ -94,8 +132,8 @@ def kv_heads(f: Fields, name: str = "num_key_value_heads", heads: str = "num_att
     if kv is None:
         return f.number(heads)
     queries = f.optional_number(heads)
-    if queries is not None and kv > queries:
-        raise ConfigError(f"{f.path}{name} is {kv}, and there are only {queries} query heads ({heads})")
+    if queries is not None and queries % kv:
+        raise ConfigError(f"{f.path}{name} is {kv}, and does not divide the {queries} query heads ({heads})")
     return kv
 
 
@@ -107,8 +145,11 @@ def head_dim(f: Fields) -> int:
 def derived_head_dim(f: Fields) -> int:
     """Width of a head where the class always splits the hidden size."""
     hidden, heads = f.number("hidden_size"), f.number("num_attention_heads")
-    if hidden < heads:
-        raise ConfigError(f"{f.path}hidden_size {hidden} is smaller than num_attention_heads {heads}")
+    if hidden % heads:
+        raise ConfigError(
+            f"{f.path}hidden_size {hidden} does not split over {heads} heads, and head_dim is not given",
+            hint=f"give it with --set {f.path}head_dim=N",
+        )
     return hidden // heads
 
 

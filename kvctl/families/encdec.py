@@ -19,7 +19,7 @@ from kvctl.families.build import (
 from kvctl.families.fields import Fields
 from kvctl.spec import Attention, CrossAttention, FullAttention, Layer
 
-_DECODER_ONLY_ENDINGS = ("ForCausalLM", "LMHeadModel", "Decoder", "WithLMHead")
+_DECODER_ONLY_ENDINGS = ("ForCausalLM", "LMHeadModel", "Decoder")
 
 
 def is_decoder_only(f: Fields) -> bool:
@@ -27,10 +27,9 @@ def is_decoder_only(f: Fields) -> bool:
     names = f.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         # T5WithLMHeadModel is an old name of the whole model.
-        if "ConditionalGeneration" in names[0] or "EncoderDecoder" in names[0] or names[0].startswith("T5With"):
-            return False
-        if names[0].endswith(_DECODER_ONLY_ENDINGS):
-            return True
+        if names[0].endswith(_DECODER_ONLY_ENDINGS) and not names[0].startswith("T5With"):
+            return "EncoderDecoder" not in names[0]
+        return f.type == "trocr"
     return not f.flag("is_encoder_decoder")
 
 
@@ -63,6 +62,8 @@ def bart(f: Fields) -> Layers:
 
 def t5(f: Fields) -> Layers:
     """T5 and kin: heads of width d_kv; the decoder may have a length of its own."""
+    if str((f.entries("architectures") or [""])[0]).endswith("EncoderModel"):
+        return repeat(f.layers("num_layers"), NONE)
     count = f.optional_number("num_decoder_layers", minimum=0)
     heads, dim = f.number("num_heads"), f.number("d_kv")
     return _stack(f, f.layers("num_layers") if count is None else count, heads, dim)

@@ -89,6 +89,8 @@ class Fields:
         self.type = model_type
         self._spellings: dict[str, tuple[str, ...]] | None = None
         self.read: dict[str, str] = {} if read is None else read
+        if model_type:
+            self.read[f"{path}model_type"] = "config"
 
     # -- reading ---------------------------------------------------------------
 
@@ -153,7 +155,8 @@ class Fields:
         """A truth value, as Python would take it."""
         value = self.get(name)
         if value is None:
-            return default
+            # A null that stands in the file is false; only what is absent takes the default.
+            return default and self.stored_name(name) not in self.raw and name not in self.raw
         if not isinstance(value, (bool, int)):
             raise ConfigError(f"{self.path}{name} is {_show(value)}, not true or false")
         return bool(value)

@@ -290,16 +290,19 @@ def deepseek_v4(f: Fields) -> Layers:
     heavy_rate = f.optional_number("compress_rate_hca") or rates.number_or(p.HEAVILY_COMPRESSED, 128)
     dim, index_dim, size = f.number("head_dim"), f.number("index_head_dim"), window(f)
     row = SlidingWindow(1, dim, 0, window=size)
+    steps = (
+        f"compressed entries come every {sparse_rate} and {heavy_rate} tokens: what one more token adds is the average"
+    )
     layers = {
         # Without a compressor transformers keeps the one row twice, as keys and as values.
         p.SLIDING: Layer((row,), {"transformers": (SlidingWindow(1, dim, dim, window=size),)}),
-        p.HEAVILY_COMPRESSED: Layer((row, CompressedAttention(dim, heavy_rate), CompressorTail(dim, heavy_rate))),
+        p.HEAVILY_COMPRESSED: Layer((row, CompressedAttention(dim, heavy_rate), CompressorTail(dim, heavy_rate)), note=steps),
         p.COMPRESSED_SPARSE: Layer((
             row,
             CompressedAttention(dim, sparse_rate),
             CompressorTail(dim, sparse_rate, overlapping=True),
             Indexer(index_dim, stride=sparse_rate),
             CompressorTail(index_dim, sparse_rate, overlapping=True),
-        )),
+        ), note=steps),
     }  # fmt: skip
     return build(f, kinds, {kind: lambda f, layer=layer: layer for kind, layer in layers.items()})  # type: ignore[misc]

@@ -160,7 +160,8 @@ def nemotron_h(f: Fields) -> Layers:
     states = mamba2_states(heads * dim, groups, state, kernel, heads, dim, named)
     stored = {} if named is FP32 else {"transformers": mamba2_states(heads * dim, groups, state, kernel, heads, dim)}
     makers = attention_makers(grouped) | {p.LINEAR: lambda f: Layer(states, stored)}
-    kinds = f.strings("layers_block_type") or p.nemotron_h(f, 0)
+    listed = f.strings("layers_block_type")
+    kinds = p.nemotron_h(f, 0) if listed is None else listed
     kinds = [p.LEGACY_KINDS.get(kind, kind) for kind in kinds]
     return build(f, kinds, makers)
 
@@ -281,12 +282,11 @@ def dory(f: Fields) -> Layers:
 
 def hrm_text(f: Fields) -> Layers:
     """Two stacks that take turns; every turn of every layer has a cache of its own."""
+    turns = f.number("H_cycles") * (f.number("L_cycles") + 1)
     stack = f.optional_number("num_layers_per_stack")
-    if stack is None:
-        _check_passes(f, "H_cycles", f.number("H_cycles") * (f.number("L_cycles") + 1), f.layers())
-        count = f.layers() * f.number("H_cycles") * (f.number("L_cycles") + 1)
-    else:
-        count = f.layers()
+    stack = f.layers() if stack is None else stack
+    _check_passes(f, "H_cycles", turns, stack)
+    count = stack * turns
     dim = head_dim(f)
     return repeat(count, Layer((FullAttention(f.number("num_attention_heads"), dim, dim),)))
 

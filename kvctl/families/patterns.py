@@ -37,7 +37,7 @@ LEGACY_KINDS = {
 def layer_kinds(f: Fields, pattern: Pattern | None = None, *, count: int | None = None) -> list[str]:
     """The kind of every layer: from `layer_types`, else `pattern`, else from the window fields."""
     n = f.layers() if count is None else count
-    kinds = f.strings("layer_types") or f.strings("layers_block_type")
+    kinds = f.strings("layer_types")
     if kinds is not None:
         if len(kinds) != n:
             raise ConfigError(f"{f.path}layer_types has {len(kinds)} entries for {n} layers")

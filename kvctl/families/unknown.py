@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from kvctl.errors import ConfigError
@@ -12,20 +13,61 @@ from kvctl.spec import FullAttention, Layer
 
 # Fields whose meaning is the same in every model, and settings that have none for the cache.
 _STANDARD = frozenset(
-    "model_type architectures auto_map hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings model_max_length "
-    "max_length min_length vocab_size padded_vocab_size hidden_act hidden_activation activation_function use_cache "
-    "torch_dtype dtype pretraining_tp rotary_dim rotary_pct rotary_base torchscript use_bfloat16 is_decoder prefix "
-    "num_beams num_beam_groups num_return_sequences num_labels top_k do_sample return_dict "
-    "return_dict_in_generate early_stopping pruned_heads problem_type attn_implementation _attn_implementation "
-    "use_flash_attn flash_attn gradient_checkpointing attention_dropout".split()
+    [
+        "model_type",
+        "architectures",
+        "auto_map",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "model_max_length",
+        "max_length",
+        "min_length",
+        "vocab_size",
+        "padded_vocab_size",
+        "hidden_act",
+        "hidden_activation",
+        "activation_function",
+        "use_cache",
+        "torch_dtype",
+        "dtype",
+        "pretraining_tp",
+        "rotary_dim",
+        "rotary_pct",
+        "rotary_base",
+        "torchscript",
+        "use_bfloat16",
+        "is_decoder",
+        "prefix",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "num_labels",
+        "top_k",
+        "do_sample",
+        "return_dict",
+        "return_dict_in_generate",
+        "early_stopping",
+        "problem_type",
+        "attn_implementation",
+        "_attn_implementation",
+        "use_flash_attn",
+        "flash_attn",
+        "gradient_checkpointing",
+        "attention_dropout",
+    ]
 )
 # Names that say what a key is about, and it is not the cache.
 _HARMLESS = re.compile(
-    r"norm|bias|dropout|pdrop|token|rope|rotary|moe|expert|router|routed|scal(e|ing)|multiplier|_eps$|epsilon|init|loss|"
+    r"norm|bias|dropout|pdrop|token_id|token_index|tokenizer|_per_tok|suppress_tokens|rope|rotary|moe|expert|router|routed|scal(e|ing)|multiplier|_eps$|epsilon|init|loss|"
     r"vocab|embed|^tie_|quant|version|^_?name|label|vision|visual|image|video|audio|mlp|ffn|feed_forward|logit|softcap|"
-    r"temperature|penalty|theta|jitter|^(pad|bos|eos|sep)_|seed|activation|gated|residual|parallel|fused|ngram|sampl|"
-    r"topk|top_k|first_k_dense|n_group|word"
+    r"temperature|penalty|theta|jitter|^(pad|bos|eos|sep)_|seed|activation|gated|residual|parallel|fused|sampl|topk|top_k|"
+    r"first_k_dense|n_group"
 )
 # Names that hint at something a plain reading would get wrong, whatever else they say.
 _HINTS = re.compile(
@@ -42,21 +84,44 @@ _NO_HINT = re.compile(
     r"shared_expert|share_expert|expert_|_experts?$|moe|chunk_size_feed_forward|vision|visual|image|video|audio|"
     r"mlp_ratio|dropout|embedding|norm|vocab"
 )
-_OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "full", "full_attention")
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+_FULL = {"full", "full_attention", "global", "attention"}
+# What a window's own switch turns off with it.
+_WINDOW_FIELDS = {"sliding_window", "max_window_layers", "sliding_window_size"}
 
 
 def doubts(f: Fields) -> list[str]:
     """Keys that are not switched off and not known to leave the cache alone."""
-    return sorted(key for key, value in f.raw.items() if not _certain(key, value))
+    off = _WINDOW_FIELDS if f.raw.get("use_sliding_window") is False else set()
+    return sorted(key for key, value in f.raw.items() if key not in off and not _certain(key, value))
+
+
+def hinting(raw: Mapping[str, Any]) -> list[str]:
+    """Keys, at any depth, that hint at a cache of another kind and are not switched off."""
+    return sorted(key for key, value in raw.items() if _hints(key, value))
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, list) and value and all(isinstance(v, str) and v in _FULL for v in value):
+        return True
+    return any(value is off or (value == off and type(value) is type(off)) for off in _OFF)
+
+
+def _hints(key: str, value: Any) -> bool:
+    name = key.lower()
+    if _is_off(value) or _NO_HINT.search(name):
+        return False
+    return bool(_HINTS.search(name)) or (isinstance(value, Mapping) and bool(hinting(value)))
 
 
 def _certain(key: str, value: Any) -> bool:
-    if key in _STANDARD or any(value is off or value == off for off in _OFF):
+    name = key.lower()
+    if name in _STANDARD or _is_off(value) or (isinstance(value, str) and value in _FULL):
         return True
-    if _HINTS.search(key) and not _NO_HINT.search(key):
+    if _hints(key, value):
         return False
     # A fraction is no number of heads, layers or tokens.
-    return bool(_HARMLESS.search(key)) or isinstance(value, float) and not value.is_integer()
+    return bool(_HARMLESS.search(name)) or (isinstance(value, float) and not value.is_integer())
 
 
 def read_unknown(f: Fields) -> Layers:
@@ -67,6 +132,9 @@ def read_unknown(f: Fields) -> Layers:
         )
     name = f.type[:60]
     doubtful = doubts(f)
+    names = f.raw.get("architectures")
+    if isinstance(names, list) and names and not str(names[0]).endswith(("ForCausalLM", "LMHeadModel", "Model")):
+        doubtful.append(f"architectures {str(names[0])[:40]}")
     if doubtful:
         raise ConfigError(
             f"model type {name!r} is unknown, and these keys may change its cache: {', '.join(doubtful[:8])}"

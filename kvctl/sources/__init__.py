@@ -82,6 +82,8 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
     from kvctl.sources import catalogue
 
     if source == "catalogue":
+        if revision is not None:
+            raise UsageError("--revision is about the Hub; the catalogue has one state of each model")
         return catalogue.find(name)
     # A short name means the same repository everywhere: the catalogue spells it out.
     repo = catalogue.full_name(name)

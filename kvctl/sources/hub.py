@@ -148,6 +148,10 @@ class _Hub:
             raise SourceError(
                 f"the token ({self._login()}) has characters that cannot be sent", hint="log in again: hf auth login"
             ) from None
+        except ValueError:  # a port that is none
+            raise SourceError(
+                "HF_ENDPOINT is not an http or https address", hint="for example HF_ENDPOINT=https://huggingface.co"
+            ) from None
         except (httpx2.HTTPError, OSError):
             raise SourceError(f"the Hub ({self._host()}) broke off its answer", hint="try again") from None
 
