@@ -40,6 +40,10 @@ def gated_delta_states(f: Fields) -> States:
     """A convolution over queries, keys and values; one [key, value] matrix a value head, in float32 unless named."""
     key_heads, value_heads = f.number("linear_num_key_heads"), f.number("linear_num_value_heads")
     key_dim, value_dim = f.number("linear_key_head_dim"), f.number("linear_value_head_dim")
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"{f.path}linear_num_key_heads {key_heads} does not divide linear_num_value_heads {value_heads}"
+        )
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return (
         ConvState(channels, f.number("linear_conv_kernel_dim")),
