@@ -11,18 +11,16 @@ from kvctl.record import Record
 
 
 class DType(Record):
-    """An unquantised element type: `bytes` an element; `torch` is torch's name for it."""
+    """An unquantised element type: `bytes` an element."""
 
     name: str
     bytes: int
-    torch: str
 
 
-FP32 = DType("fp32", 4, "float32")
-BF16 = DType("bf16", 2, "bfloat16")
-FP16 = DType("fp16", 2, "float16")
-FP8 = DType("fp8", 1, "float8_e4m3fn")
-INT64 = DType("int64", 8, "int64")
+FP32 = DType("fp32", 4)
+BF16 = DType("bf16", 2)
+FP16 = DType("fp16", 2)
+INT64 = DType("int64", 8)
 
 MODEL_DTYPES = (FP32, BF16, FP16)
 

@@ -57,14 +57,6 @@ def _number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def format_tokens(count: int) -> str:
-    """131072 as "128k": only where nothing is lost; else the plain number."""
-    for unit, size in (("m", 1024 * 1024), ("k", 1024)):
-        if count >= size and count % size == 0:
-            return f"{count // size}{unit}"
-    return f"{count:,}"
-
-
 def format_count(count: int) -> str:
     """Parameters: 72.7B, 134.5M."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):

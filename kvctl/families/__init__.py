@@ -194,11 +194,6 @@ def find_reader(model_type: str) -> Any | None:
     return None if name is None else _load(name)
 
 
-def known_types() -> tuple[str, ...]:
-    """Every model type that a family lists."""
-    return tuple(_readers())
-
-
 def _wraps_its_own_kind(f: Fields, reader: str) -> bool:
     """A file that names the language model's type at the top, and keeps its fields nested."""
     if not reader.startswith(("attention:", "latent:", "linear:")):

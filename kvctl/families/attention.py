@@ -11,7 +11,6 @@ from kvctl.families.build import (
     build,
     derived_head_dim,
     grouped,
-    head_dim,
     kv_heads,
     repeat,
     window,
@@ -42,7 +41,7 @@ PATTERNS: dict[str, p.Pattern] = {
     "laguna": p.all_of(p.FULL),
     "llama4_text": p.llama4,
     "mellum": p.all_of(p.FULL),
-    "mimo_v2_flash": p.mimo_v2,
+
     "modernbert": p.first_of(3, field="global_attn_every_n_layers"),
     "modernbert-decoder": p.first_of(3, field="global_attn_every_n_layers"),
     "muse_glimmer_assistant": p.all_of(p.SLIDING),
@@ -107,15 +106,6 @@ def multi_head(f: Fields) -> Layers:
     """One KV head for every query head; no window, no explicit head dim."""
     dim = derived_head_dim(f)
     return repeat(f.layers(), Layer((FullAttention(f.number("num_attention_heads"), dim, dim),)))
-
-
-def split_qkv_dim(f: Fields) -> Layers:
-    """Keys and values of different widths, given as head_dim and v_head_dim."""
-
-    def shape(f: Fields) -> tuple[int, int, int]:
-        return kv_heads(f), head_dim(f), f.optional_number("v_head_dim") or head_dim(f)
-
-    return build(f, p.layer_kinds(f, PATTERNS.get(f.type)), attention_makers(shape))
 
 
 def decoder_only_bert(f: Fields) -> Layers:

@@ -62,11 +62,6 @@ def model_type_facts(model_type: str) -> ModelType:
     )  # fmt: skip
 
 
-def is_known_type(model_type: str) -> bool:
-    """True where the configuration class of the type has been read."""
-    return model_type_facts(model_type) is not _UNKNOWN
-
-
 class Fields:
     """One (sub-)configuration: JSON over class defaults, under standard names.
 

@@ -276,11 +276,3 @@ def minimax_m3(f: Fields, n: int) -> list[str]:
     if not isinstance(freq, list) or len(freq) != n:
         raise ConfigError(f"{f.path}sparse_attention_config.sparse_attention_freq must have {n} entries")
     return [SPARSE if on else FULL for on in freq]
-
-
-def granite_swa(f: Fields, n: int) -> list[str]:
-    return first_of(4)(f, n)
-
-
-def dory(f: Fields, n: int) -> list[str]:
-    return every(4)(f, n)

@@ -27,8 +27,6 @@ class Found(Record):
     weights: Weights | None = None
     notes: tuple[str, ...] = ()
     """Lines for stderr: which source answered and why, what stands in for what."""
-    verbatim: bool = True
-    """False for catalogue rows that are not a whole config.json: what they leave out is not a class default."""
 
 
 # What people paste: a model's page, or a file or folder of it.

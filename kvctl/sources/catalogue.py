@@ -80,7 +80,6 @@ def find(name: str) -> Found:
         provenance=Provenance("catalogue", row["source"]),
         weights=_weights(row),
         notes=tuple(row.get("notes", ())),
-        verbatim=row.get("verbatim", False),
     )
 
 

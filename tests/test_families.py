@@ -1,0 +1,85 @@
+"""The family table: everything in it exists, everything that reads a configuration is in it."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+import kvctl.families as families
+from kvctl.families.attention import PATTERNS
+from kvctl.families.fields import Fields, model_type_facts
+from kvctl.families.patterns import FULL, SLIDING
+
+READERS = {family.reader for family in families.FAMILIES}
+
+
+def readers_in_modules() -> dict[str, Any]:
+    out = {}
+    for info in pkgutil.iter_modules(families.__path__):
+        module = import_module(f"kvctl.families.{info.name}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            hints = function.__annotations__
+            if (
+                function.__module__ == module.__name__
+                and list(hints) == ["f", "return"]
+                and hints["return"] == "Layers"
+            ):
+                out[f"{info.name}:{name}"] = function
+    return out
+
+
+def test_every_row_names_a_reader() -> None:
+    for reader in READERS:
+        assert callable(families._load(reader)), reader
+
+
+def test_every_reader_is_in_the_table_or_serves_one_that_is() -> None:
+    served = {"attention:decoder_only_bert", "latent:latent", "unknown:read_unknown"}
+    assert set(readers_in_modules()) - READERS - served == set()
+
+
+def test_a_type_is_listed_once() -> None:
+    counts = Counter(model_type for family in families.FAMILIES for model_type in family.types)
+    assert [model_type for model_type, count in counts.items() if count > 1] == []
+
+
+def test_patterns_belong_to_types_that_are_read() -> None:
+    assert [model_type for model_type in PATTERNS if families.find_reader(model_type) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "expected"),
+    [
+        # The rules of the configuration classes of transformers 5.24, for six layers.
+        ("gemma2", {}, [SLIDING, FULL] * 3),
+        ("gemma3_text", {}, [SLIDING] * 5 + [FULL]),
+        ("gemma3_text", {"sliding_window_pattern": 2}, [SLIDING, FULL] * 3),
+        ("cohere2", {}, [SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING]),
+        ("exaone4", {"sliding_window_pattern": "LLG"}, [SLIDING, SLIDING, FULL] * 2),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}, [FULL] * 4 + [SLIDING] * 2),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 4}, [FULL] * 6),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 4}, [SLIDING, FULL, SLIDING, FULL, FULL, FULL]),
+        ("cwm", {}, [FULL, SLIDING, SLIDING, SLIDING, FULL, SLIDING]),
+        ("muse_glimmer_text", {}, [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]),
+        ("flint", {}, [FULL, FULL, SLIDING, SLIDING, SLIDING, FULL]),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, [FULL, FULL, FULL, SLIDING, FULL, FULL]),
+        ("mimo_v2_flash", {}, [FULL, SLIDING, SLIDING, SLIDING, SLIDING, FULL]),
+    ],
+)  # fmt: skip
+def test_patterns(model_type: str, extra: dict[str, Any], expected: list[str]) -> None:
+    from kvctl.families.patterns import layer_kinds, mimo_v2
+
+    fields = Fields({"model_type": model_type, "num_hidden_layers": 6, **extra})
+    assert layer_kinds(fields, PATTERNS.get(model_type, mimo_v2)) == expected
+
+
+def test_a_file_leaves_out_what_its_class_fills_in() -> None:
+    assert model_type_facts("gpt2").aliases["num_hidden_layers"] == "n_layer"
+    assert Fields({"model_type": "gpt2", "n_head": 5}).number("num_attention_heads") == 5
+    assert Fields({"model_type": "qwen3"}).number("head_dim") == 128
+    assert Fields({"model_type": "deepseek_v3"}).number("kv_lora_rank") == 512
