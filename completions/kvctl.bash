@@ -30,13 +30,14 @@ _kvctl() {
             ;;
         size)
             case $prev,$cur in
-                -c,*|--ctx,*|-n,*|--sequences,*|--encoder-tokens,*|--image-tokens,*|--audio-tokens,*|--beams,*|--set,*|--layers,*|--kv-heads,*|--head-dim,*|--revision,*) words="" ;;
+                -c,*|--ctx,*|-n,*|--sequences,*|--kv-budget,*|-tp,*|--tensor-parallel-size,*|--block-size,*|--max-num-batched-tokens,*|--encoder-tokens,*|--image-tokens,*|--audio-tokens,*|--beams,*|--set,*|--layers,*|--kv-heads,*|--head-dim,*|--revision,*) words="" ;;
                 --dtype,*) words="auto fp32 bf16 fp16" ;;
-                --kv-dtype,*|--k-dtype,*|--v-dtype,*) words="auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl" ;;
-                --engine,*) words="ideal transformers" ;;
+                --kv-cache-dtype,*|--kv-dtype,*|--k-dtype,*|--v-dtype,*) words="auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl" ;;
+                --engine,*) words="ideal transformers vllm" ;;
+                --device,*) words="gpu cpu" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="-c --ctx -n --sequences --dtype --kv-dtype --k-dtype --v-dtype --engine --encoder-tokens --image-tokens --audio-tokens --beams --set --layers --kv-heads --head-dim --source --revision -e --explain --per-layer -f --format --json -q --quiet --list-models -h --help" ;;
+                *,-*) words="-c --ctx -n --sequences --dtype --kv-cache-dtype --kv-dtype --k-dtype --v-dtype --engine --kv-budget -tp --tensor-parallel-size --block-size --max-num-batched-tokens --enable-prefix-caching --no-enable-prefix-caching --disable-hybrid-kv-cache-manager --device --encoder-tokens --image-tokens --audio-tokens --beams --set --layers --kv-heads --head-dim --source --revision -e --explain --per-layer -f --format --json -q --quiet --list-models -h --help" ;;
                 *) ask="kvctl size" files=yes ;;
             esac
             ;;

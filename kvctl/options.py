@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvctl.errors import UsageError
-from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES, CacheFormat, DType, cache_format, model_dtype
+from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES, CacheFormat, DType, model_dtype
+
+if TYPE_CHECKING:
+    from kvctl.allocation import Serving
+    from kvctl.engines import Engine
 
 OUTPUT_FORMATS = ("table", "json", "csv", "md")
 
@@ -23,9 +29,67 @@ def read_dtype(text: str) -> DType | None:
     return dtype
 
 
-def read_cache_format(text: str, option: str) -> CacheFormat | None:
-    """A cache format; None for "auto"."""
-    return None if text.lower() == "auto" else cache_format(text, option=option)
+def read_cache_format(text: str, option: str, engine: Engine, serving: Serving) -> CacheFormat | None:
+    """A cache format in the engine's own names; None for "auto"."""
+    return None if text.lower() == "auto" else engine.kv_dtype(text, serving, option)
+
+
+DEVICES = ("gpu", "cpu")
+
+
+def read_serving(
+    engine: Engine,
+    *,
+    device: str | None,
+    kv_budget: str | None,
+    tensor_parallel: int | None,
+    block_size: int | None,
+    max_batched: str | None,
+    prefix_caching: bool | None,
+    hybrid_disabled: bool,
+) -> Serving:
+    """How the engine is started; options of an engine that reserves nothing ahead are refused."""
+    from kvctl.allocation import Serving
+    from kvctl.engines import ENGINES
+    from kvctl.units import parse_bytes, parse_tokens
+
+    given = {
+        "--device": device is not None,
+        "--kv-budget": kv_budget is not None,
+        "--tensor-parallel-size": tensor_parallel is not None,
+        "--block-size": block_size is not None,
+        "--max-num-batched-tokens": max_batched is not None,
+        "--enable-prefix-caching": prefix_caching is not None,
+        "--disable-hybrid-kv-cache-manager": hybrid_disabled,
+    }
+    if not engine.plans:
+        for option, used in given.items():
+            if used:
+                planners = " or ".join(f"--engine {e.name}" for e in ENGINES if e.plans)
+                raise UsageError(f"{option} says how an engine is started; {engine.name} has no use for it",
+                                 hint=f"add {planners}")  # fmt: skip
+        return Serving()
+    device = (device or "gpu").lower()
+    if device not in DEVICES:
+        raise UsageError(f"--device: unknown device {device[:40]!r}", hint="one of " + ", ".join(DEVICES))
+    for option, value, most in (
+        ("--tensor-parallel-size", tensor_parallel, 1024),
+        ("--block-size", block_size, 2**20),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {most:,}")
+    batched = parse_tokens(max_batched, what="--max-num-batched-tokens") if max_batched is not None else None
+    if batched == 0:
+        raise UsageError("--max-num-batched-tokens: 0 is out of range", hint="at least 1")
+    return Serving(
+        device=device,
+        kv_budget=parse_bytes(kv_budget, what="--kv-budget") if kv_budget is not None else None,
+        tensor_parallel=tensor_parallel,
+        block_size=block_size,
+        max_batched=batched,
+        prefix_caching=prefix_caching,
+        hybrid_disabled=hybrid_disabled,
+    )
 
 
 def read_output_format(text: str, as_json: bool) -> str:
@@ -64,6 +128,11 @@ def complete_engines(incomplete: str) -> list[str]:
     from kvctl.engines import ENGINES
 
     return [engine.name for engine in ENGINES if engine.name.startswith(incomplete.lower())]
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Devices that start so."""
+    return [name for name in DEVICES if name.startswith(incomplete.lower())]
 
 
 def complete_sources(incomplete: str) -> list[str]:

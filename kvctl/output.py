@@ -19,6 +19,7 @@ from kvctl.words import (
     listing_cells,
     naive_words,
     one_line,
+    reserved_words,
     title_words,
     unicode_output,
     what_if_words,
@@ -149,6 +150,16 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
                 for state in layer.states
             ]
             continue
+        plan = result.allocation
+        planned = plan and {
+            "tensor_parallel_size": plan.tensor_parallel_size,
+            "reserved_bytes": plan.reserved_bytes,
+            "block_size": plan.block_size,
+            "bytes_per_block": plan.bytes_per_block,
+            "num_blocks": plan.num_blocks,
+            "reported_capacity": plan.reported_capacity,
+            "max_concurrency": plan.max_concurrency,
+        }
         rows.append(
             base
             | {
@@ -161,6 +172,7 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
                 "location": result.model.location,
                 "overrides": " ".join(f"{key}={value}" for key, value in result.model.overrides.items()),
             }
+            | (planned or {})
         )
     return rows
 
@@ -169,8 +181,10 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
 
 
 def _markdown(report: SizeReport) -> None:
-    print("| model | context | held for | format | KV cache | bytes | +1 token | fixed | weights |")
-    print("|---|---:|---|---|---:|---:|---:|---:|---:|")
+    planned = any(result.allocation for result in report.results)
+    reserved = " reserved |" if planned else ""
+    print(f"| model | context | held for | format | KV cache | bytes |{reserved} +1 token | fixed | weights |")
+    print("|---|---:|---|---|---:|---:|" + "---:|" * planned + "---:|---:|---:|")
     for result in report.results:
         cells = (
             (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|"),
@@ -179,6 +193,7 @@ def _markdown(report: SizeReport) -> None:
             format_words(result),
             format_bytes(result.kv_bytes),
             f"{result.kv_bytes:,}",
+            *((reserved_words(result),) if planned else ()),
             format_bytes(result.kv_bytes_per_token),
             format_bytes(result.kv_bytes_fixed),
             "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes),

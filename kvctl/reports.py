@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvctl import __version__
+from kvctl.allocation import Allocation
 from kvctl.record import Record
 
 
@@ -107,6 +108,7 @@ class SizeResult(Record):
     naive_bytes: int | None
     formulas: tuple[Formula, ...]
     warnings: tuple[str, ...] = ()
+    allocation: Allocation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {
@@ -139,6 +141,8 @@ class SizeResult(Record):
                 "parameters": self.weights_parameters,
                 "source": self.weights_source,
             }
+        if self.allocation is not None:
+            out["allocation"] = self.allocation.to_dict()
         if self.per_layer is not None:
             out["per_layer"] = [row.to_dict() for row in self.per_layer]
         if self.formulas:

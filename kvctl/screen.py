@@ -27,6 +27,7 @@ from kvctl.words import (
     listing_cells,
     naive_words,
     one_line,
+    reserved_words,
     scheme_words,
     title_words,
     unicode_output,
@@ -35,6 +36,7 @@ from kvctl.words import (
 _ENGINE_WORDS = {
     "ideal": ": what the architecture needs, no engine's rounding",
     "transformers": ": the tensors of its DynamicCache",
+    "vllm": ": by the rules of its planner",
 }
 
 Row = tuple[Sequence[str], Text | None, str]
@@ -169,7 +171,9 @@ def _one(screen: Screen, result: SizeResult) -> None:
 
 def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     """Name, size for people, exact number and what it is."""
-    rows = [("KV cache", format_bytes(result.kv_bytes), f"{result.kv_bytes:,} bytes in {format_words(result)}")]
+    need = ", what the architecture needs" if result.allocation else ""
+    rows = [("KV cache", format_bytes(result.kv_bytes), f"{result.kv_bytes:,} bytes in {format_words(result)}{need}")]
+    rows += _allocation(result)
     exact = result.kv_bytes_per_token_exact
     if result.kv_bytes_per_token:
         each = f"{exact} bytes" if exact else f"{result.kv_bytes_per_token:,} bytes"
@@ -183,7 +187,8 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     count = f"{format_count(result.weights_parameters)} parameters, " if result.weights_parameters else ""
     if result.weights_bytes is not None:
         rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{result.weights_source}"))
-        rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
+        if result.allocation is None:
+            rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
     elif result.model.source != "shape":
         rows.append(("weights", "unknown", f"{count}{result.weights_source or 'not in the source'}"))
     if result.kv_bytes and result.encoder_tokens:
@@ -196,6 +201,29 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     revision = f" at {result.model.revision[:12]}" if result.model.revision else ""
     rows.append(("engine", "", engine_words(result) + _ENGINE_WORDS.get(result.engine, "")))
     rows.append(("source", "", f"{result.model.source}: {result.model.location}{revision}"))
+    return rows
+
+
+def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:
+    """What the engine reserves, why it differs, and what its log will say."""
+    plan = result.allocation
+    if plan is None:
+        return []
+    held = f"{plan.reserved_bytes // plan.bytes_per_block:,} blocks × {plan.bytes_per_block:,} bytes"
+    ranks = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
+    rows = [("reserved", format_bytes(plan.reserved_bytes), f"{plan.reserved_bytes:,} bytes{ranks}: {held}")]
+    blocks = dict.fromkeys(f"{group.block_size:,}" for group in plan.groups)
+    rows.append(("", "", "blocks of " + " and ".join(blocks) + " tokens"))
+    rows += [("", "", reason) for reason in plan.reasons]
+    if plan.num_blocks is not None and plan.kv_budget_bytes is not None:
+        rows.append(
+            (
+                "budget",
+                format_bytes(plan.kv_budget_bytes),
+                f"{plan.kv_budget_bytes:,} bytes: {plan.num_blocks:,} blocks",
+            )
+        )
+        rows.append(("its log", "", plan.log or ""))
     return rows
 
 
@@ -243,12 +271,14 @@ def _ladder(screen: Screen, group: Sequence[SizeResult]) -> None:
     screen.line(one_line(f"{first.model.id}: {copies_words(first)}, by context"), "bold")
     largest = max(result.kv_bytes for result in group)
     room = max(6, min(24, screen.console.width - 56))
-    rows: list[Row] = [(("context", "KV cache", "bytes", "+1 token"), None, "dim")]
+    planned = first.allocation is not None
+    # What an engine reserves takes the place of the exact bytes: these stand below.
+    rows: list[Row] = [(("context", "KV cache", "reserved" if planned else "bytes", "+1 token"), None, "dim")]
     for result in group:
         cells = (
             f"{result.context:,}",
             format_bytes(result.kv_bytes),
-            f"{result.kv_bytes:,}",
+            reserved_words(result) if planned else f"{result.kv_bytes:,}",
             format_bytes(result.kv_bytes_per_token),
         )
         rows.append((cells, _bar(result.kv_bytes, largest, room), ""))
@@ -271,10 +301,13 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
     )
     largest = max(result.kv_bytes for result in results)
     longest = 0 if stacked else max(len(name) for name in names.values())
-    room = min(24, screen.console.width - longest - 48 - 11 * fixed)
+    planned = first.allocation is not None
+    room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned)
 
     def cells(result: SizeResult) -> list[str]:
         row = [f"{result.context:,}" if stacked else names[_key(result)], format_bytes(result.kv_bytes)]
+        if planned:
+            row.append(reserved_words(result))
         row.append(format_bytes(result.kv_bytes_per_token))
         if fixed:
             row.append(format_bytes(result.kv_bytes_fixed))
@@ -283,7 +316,15 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
         return row
 
     heads = {_key(group[0]): group[0] for group in groups}
-    head = ["context" if stacked else "model", "KV cache", "+1 token", *(["fixed"] if fixed else []), "weights"]
+    reserved = ["reserved"] if planned else []
+    head = [
+        "context" if stacked else "model",
+        "KV cache",
+        *reserved,
+        "+1 token",
+        *(["fixed"] if fixed else []),
+        "weights",
+    ]
     rows: list[Row] = [(head, None, "dim")]
     for group in groups:
         if stacked:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvctl.allocation import Serving
 from kvctl.engines import Engine
 from kvctl.errors import ConfigError, UsageError
-from kvctl.formats import BF16, CacheFormat, DType, plain
+from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
 from kvctl.record import Record
 from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
@@ -33,6 +34,7 @@ class SizePlan(Record):
     audio_tokens: int | None = None
     per_layer: bool = False
     explain: bool = False
+    serving: Serving = Serving()
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -65,6 +67,9 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         dtype = BF16
         if spec.provenance.source != "shape":
             warnings.append("the configuration names no dtype: bf16 is assumed; --dtype sets it")
+    elif dtype is FP32 and plan.dtype is None and not plan.engine.auto_fp32:
+        dtype = BF16
+        warnings.append(f"the configuration says fp32 and {plan.engine.name} runs that in bf16; --dtype fp32 keeps it")
     key = plan.key or plain(dtype)
     fmt = Formats(dtype, key, plan.value or plain(dtype))
     if not plan.engine.quantizes and {fmt.key, fmt.value} != {plain(dtype)}:
@@ -100,6 +105,9 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             entry[1] += bytes_ * count
             total += bytes_ * count
 
+    allocation = engine.plan(spec, work.context, copies, fmt, plan.serving)
+    if allocation is not None:
+        warnings += allocation.warnings
     naive = spec.naive.size(work, fmt) * plan.beams if spec.naive is not None else None
     formulas: Sequence[Formula] = ()
     if plan.explain:
@@ -138,6 +146,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         naive_bytes=naive,
         formulas=tuple(formulas),
         warnings=tuple(warnings),
+        allocation=allocation,
     )  # fmt: skip
 
 

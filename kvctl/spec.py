@@ -211,13 +211,16 @@ class PerToken(LayerState):
 class ConvState(LayerState):
     """The last columns of a causal convolution's input, [channels, kernel − slack].
 
-    `fixed_columns` names the columns of implementations that do not follow `Retention`.
+    `fixed_columns` names the columns of implementations that do not follow `Retention`;
+    `groups` says how many groups of heads share channels and how many channels each: what a
+    split over ranks repeats when there are more ranks.
     """
 
     channels: int
     kernel: int
     dtype: DType | None = None
     fixed_columns: int | None = None
+    groups: tuple[int, int] = (0, 0)
     kind: ClassVar[str] = "conv_state"
 
     def columns(self, keep: Retention) -> int:

@@ -28,6 +28,27 @@ def parse_tokens(text: str, *, what: str = "--ctx") -> int:
     return number
 
 
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_BYTE_FACTORS = {
+    "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+
+
+def parse_bytes(text: str, *, what: str) -> int:
+    """Read "16GiB" (2^30 each), "16GB" (10^9 each) or plain bytes; a fraction of a byte is dropped."""
+    match = _BYTES.fullmatch(text.strip().replace(",", "").replace("_", "")) if len(text) <= 40 else None
+    factor = _BYTE_FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(
+            f"{what}: {text[:40]!r} is not an amount of memory", hint="write 16GiB (2^30), 16GB (10^9) or bytes"
+        )
+    whole, _, decimals = match[1].partition(".")
+    count: int = int(whole + decimals) * factor // 10 ** len(decimals)
+    if not 0 < count <= 2**60:
+        raise UsageError(f"{what}: {text!r} is out of range", hint="from 1 byte to 1024 PiB")
+    return count
+
+
 def parse_token_list(text: str, *, what: str = "--ctx") -> tuple[int, ...]:
     """Read "4k,32k,128k"; order is kept, repeats are dropped."""
     if re.fullmatch(r"\d{1,3}(,\d{3})+", text.strip()):

@@ -90,6 +90,15 @@ def scheme_words(result: SizeResult) -> str:
     return "; ".join(f"{letter} {name}: {scheme}" for letter, name, scheme in parts)
 
 
+def reserved_words(result: SizeResult) -> str:
+    """What the engine reserves: "4 × 2.50 GiB" for ranks that each hold so much."""
+    plan = result.allocation
+    if plan is None:
+        return ""
+    ranks = f"{plan.tensor_parallel_size} × " if plan.tensor_parallel_size > 1 else ""
+    return ranks + format_bytes(plan.reserved_bytes)
+
+
 def engine_words(result: SizeResult) -> str:
     """ "transformers 5.24"."""
     return f"{result.engine} {result.engine_version}" if result.engine_version else result.engine

@@ -1,11 +1,15 @@
-"""Write measured caches as compact test data.
+"""Write measured caches, and plans that engines made, as compact test data.
 
     python scripts/compact_oracles.py OUT.jsonl[.gz] FOLDER...
+    python scripts/compact_oracles.py --plans OUT.json CASES.json
 
 Each FOLDER holds one JSON file a case, as a run of transformers wrote it: `config` (what
 the saved config.json holds) and `runs` with the real bytes of every tensor of the cache.
 One output line a case: name, config, and the distinct runs as
 [dtype, batch, tokens seen, encoder tokens, bytes, bytes of each layer as [value, repeats]].
+
+CASES holds what vLLM's own planner answered: `configs`, and `cases` with its arguments, the
+specs of the layers, groups, blocks and capacity.
 """
 
 from __future__ import annotations
@@ -58,7 +62,29 @@ def layers_of(run: dict[str, Any]) -> list[list[int]] | None:
     return [[value, len(list(group))] for value, group in groupby(values)]
 
 
+PLAN = ("args", "tp", "mem", "max_model_len", "cfg_block_size", "num_blocks", "bytes_per_block", "kv_cache_size_tokens",
+        "max_concurrency", "bytes_per_max_len_request")  # fmt: skip
+GROUP = ("type", "n_layers", "block_size", "page_size_bytes")
+
+
+def plans(out: Path, source: Path) -> None:
+    """The plans of one file; a line for every case."""
+    found = json.loads(source.read_text())
+    configs = ",\n".join(f"{json.dumps(name)}:{json.dumps(slim(c))}" for name, c in found["configs"].items())
+    rows = [
+        json.dumps({"model": case["name"], **{key: case[key] for key in PLAN},
+                    "groups": [[group[key] for key in GROUP] for group in case["groups"]]})
+        for case in found["cases"]
+    ]  # fmt: skip
+    head = f'"engine":{json.dumps(found["engine"] + " " + found["version"])}'
+    out.write_text(f'{{{head},\n"configs":{{\n{configs}}},\n"cases":[\n' + ",\n".join(rows) + "]}\n")
+    print(f"{out}: {len(rows)} cases, {out.stat().st_size:,} bytes")
+
+
 def main() -> None:
+    if sys.argv[1] == "--plans":
+        plans(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
     out, folders = Path(sys.argv[1]), sys.argv[2:]
     lines = []
     for folder in folders:

@@ -128,6 +128,53 @@ MODEL = obj(
     optional=("location", "max_context"),
 )
 
+ALLOCATION = obj(
+    "What an engine that plans ahead reserves for requests of this context; bytes are those of one rank.",
+    {
+        "device": of("string", "gpu or cpu."),
+        "tensor_parallel_size": whole("Ranks that share every layer."),
+        "block_size": whole("Tokens in a block, as the engine's configuration has it."),
+        "bytes_per_block": whole("Bytes that one block of the pool takes on a rank."),
+        "blocks_per_request": whole("Blocks that one request of this context holds, over all groups."),
+        "reserved_bytes": whole("Bytes on a rank that the asked number of such requests holds."),
+        "kv_budget_bytes": maybe(whole("Memory for the cache on a rank; null where none was named.")),
+        "num_blocks": maybe(whole("Blocks that the budget holds; null without one.")),
+        "capacity_tokens": maybe(whole("Tokens of full-length requests that the budget holds; null without one.")),
+        "reported_capacity": maybe(
+            whole("The token count that this version's start-up log prints; null without a budget.")
+        ),
+        "max_concurrency": of(["number", "null"], "Full-length requests that fit at once; null without a budget."),
+        "per_rank": of(
+            "array",
+            "One for each rank.",
+            items=obj(
+                "One rank.",
+                {
+                    "rank": whole("Number of the rank, from 0."),
+                    "bytes_per_block": whole("Bytes of one block on it."),
+                    "reserved_bytes": whole("Bytes on it for the asked requests."),
+                },
+            ),
+        ),
+        "groups": of(
+            "array",
+            "Layers that share a block table.",
+            items=obj(
+                "One group.",
+                {
+                    "kind": KIND,
+                    "layers": LAYERS_COUNT,
+                    "block_size": whole("Tokens in a block of this group."),
+                    "page_bytes": whole("Bytes that the group's layers use of a block."),
+                    "blocks_per_request": whole("Blocks that one request of this context holds here."),
+                },
+            ),
+        ),
+        "log": of(["string", "null"], "What the start-up log will print; null without a budget."),
+        "reasons": of("array", "Why this differs from what the architecture needs.", items={"type": "string"}),
+    },
+)
+
 SIZE_RESULT = obj(
     "The cache of one model at one context.",
     {
@@ -200,6 +247,7 @@ SIZE_RESULT = obj(
         ),
         "naive_kv_bytes": maybe(whole("Bytes by the usual formula on the usual fields, for comparison; null without them.")),
         "warnings": of("array", "Assumptions and limits that bear on this answer.", items={"type": "string"}),
+        "allocation": ALLOCATION,
         "formulas": of(
             "array",
             "The arithmetic, with --explain.",
@@ -216,7 +264,8 @@ SIZE_RESULT = obj(
     },
     optional=(
         "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
-        "kv_bytes_per_token_exact", "per_layer", "naive_kv_bytes", "warnings", "formulas",
+        "kv_bytes_per_token_exact", "per_layer", "naive_kv_bytes", "warnings", "allocation",
+        "formulas",
     ),
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ import typer
 
 from kvctl.options import (
     complete_cache_formats,
+    complete_devices,
     complete_dtypes,
     complete_engines,
     complete_models,
@@ -54,8 +55,9 @@ def size(
         str,
         typer.Option(
             "--kv-dtype",
+            "--kv-cache-dtype",
             metavar="NAME",
-            help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …",
+            help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …; with --engine vllm, its own names.",
             autocompletion=complete_cache_formats,
         ),
     ] = "auto",
@@ -76,10 +78,62 @@ def size(
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Whose rules: ideal (the architecture's own need), transformers.",
+            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one).",
             autocompletion=complete_engines,
         ),
     ] = "ideal",
+    kv_budget: Annotated[
+        Optional[str],
+        typer.Option(
+            "--kv-budget",
+            metavar="SIZE",
+            help="Memory for the cache on each GPU: 16GiB, 16GB or bytes. An engine then says how many tokens fit.",
+            show_default=False,
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        Optional[int],
+        typer.Option(
+            "--tensor-parallel-size", "-tp", metavar="N", help="GPUs that share every layer.", show_default=False
+        ),
+    ] = None,
+    block_size: Annotated[
+        Optional[int],
+        typer.Option("--block-size", metavar="N", help="Tokens in a block. Default: the engine's.", show_default=False),
+    ] = None,
+    max_batched: Annotated[
+        Optional[str],
+        typer.Option(
+            "--max-num-batched-tokens",
+            metavar="TOKENS",
+            help="Tokens in a batch: windows hold those in flight. Default: 8192; 2048 on a CPU.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix_caching: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Keep blocks for later requests; recurrent layers then hold more. Default: the engine's.",
+            show_default=False,
+        ),
+    ] = None,
+    hybrid_disabled: Annotated[
+        bool,
+        typer.Option(
+            "--disable-hybrid-kv-cache-manager", help="Keep every token of windowed layers, as some connectors need."
+        ),
+    ] = False,
+    device: Annotated[
+        Optional[str],
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="gpu or cpu: an engine's rules differ. Default: gpu.",
+            show_default=False,
+            autocompletion=complete_devices,
+        ),
+    ] = None,
     encoder_tokens: Annotated[
         Optional[int],
         typer.Option(
@@ -183,6 +237,7 @@ def size(
       kvctl size Qwen3-72B --ctx 128k
       kvctl size Qwen3-32B DeepSeek-V3 gemma-3-27b-it --ctx 4k,32k,128k
       kvctl size ./my-model --ctx 32k --sequences 16 --kv-dtype fp8 --json
+      kvctl size gemma-3-27b-it --ctx 128k --engine vllm --kv-budget 20GiB
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
@@ -212,15 +267,31 @@ def size(
     from kvctl.sources import resolve
     from kvctl.units import parse_token_list
 
-    both = options.read_cache_format(kv_dtype, "--kv-dtype")
+    rules = find_engine(engine)
+    serving = options.read_serving(
+        rules,
+        device=device,
+        kv_budget=kv_budget,
+        tensor_parallel=tensor_parallel,
+        block_size=block_size,
+        max_batched=max_batched,
+        prefix_caching=prefix_caching,
+        hybrid_disabled=hybrid_disabled,
+    )
+    if rules.plans and (k_dtype, v_dtype) != ("auto", "auto"):
+        raise UsageError(
+            f"{rules.name} keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
+        )
+    both = options.read_cache_format(kv_dtype, "--kv-dtype", rules, serving)
     plan = SizePlan(
-        engine=find_engine(engine),
+        engine=rules,
+        serving=serving,
         contexts=parse_token_list(ctx) if ctx is not None else None,
         sequences=options.at_least_one(sequences, "--sequences"),
         beams=options.at_least_one(beams, "--beams"),
         dtype=options.read_dtype(dtype),
-        key=options.read_cache_format(k_dtype, "--k-dtype") or both,
-        value=options.read_cache_format(v_dtype, "--v-dtype") or both,
+        key=options.read_cache_format(k_dtype, "--k-dtype", rules, serving) or both,
+        value=options.read_cache_format(v_dtype, "--v-dtype", rules, serving) or both,
         encoder_tokens=encoder_tokens,
         image_tokens=image_tokens,
         audio_tokens=audio_tokens,

@@ -1,13 +1,21 @@
 """Engines: how an implementation stores what the architecture needs.
 
-Adding one: a module here with an `Engine`, and a row in `ENGINES`. First is the default.
+Adding one: a row in `ENGINES`, and a module here for one that plans its memory ahead.
+First is the default.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvctl.errors import UsageError
+from kvctl.formats import CacheFormat
 from kvctl.record import Record
 from kvctl.spec import Retention
+
+if TYPE_CHECKING:
+    from kvctl.allocation import Allocation, Serving
+    from kvctl.spec import Formats, ModelSpec
 
 
 class Engine(Record):
@@ -21,6 +29,28 @@ class Engine(Record):
     quantizes: bool
     """Whether keys and values may be kept in another format than the model's dtype."""
     summary: str
+    plans: bool = False
+    """Whether it reserves memory ahead, by a planner: the module of this package with its name."""
+    auto_fp32: bool = True
+    """Whether a model whose config says fp32 runs so without being told."""
+
+    def plan(self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving) -> Allocation | None:
+        """What it reserves for such requests; None where it allocates as it goes."""
+        if not self.plans:
+            return None
+        from kvctl.engines import vllm
+
+        return vllm.plan(spec, context, sequences, fmt, serving, self.version)
+
+    def kv_dtype(self, name: str, serving: Serving, option: str) -> CacheFormat:
+        """The cache format that `name` means to this engine."""
+        if not self.plans:
+            from kvctl.formats import cache_format
+
+            return cache_format(name, option=option)
+        from kvctl.engines import vllm
+
+        return vllm.kv_dtype(name, serving)
 
 
 IDEAL = Engine(
@@ -44,12 +74,31 @@ TRANSFORMERS = Engine(
     summary="bytes of every tensor in transformers' DynamicCache",
 )
 
-ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS)
+VLLM = Engine(
+    name="vllm",
+    version="0.33",
+    retention=IDEAL.retention,
+    beams_share_cross=True,
+    quantizes=True,
+    summary="what vLLM's planner reserves: blocks, groups and the capacity that its log prints",
+    plans=True,
+    auto_fp32=False,
+)
+
+ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM)
 
 
 def engine(name: str) -> Engine:
-    """Look an engine up by name; unknown names list what there is."""
+    """Look up NAME or NAME@VERSION; unknown ones list what there is."""
+    plain, at, version = name.lower().partition("@")
     for candidate in ENGINES:
-        if candidate.name == name.lower():
-            return candidate
+        if candidate.name == plain:
+            if not at:
+                return candidate
+            if not candidate.plans:
+                raise UsageError(f"--engine: {plain} has one set of rules here; it takes no version")
+            from kvctl.engines import vllm
+
+            vllm.rules_for(version)
+            return candidate.replace(version=version.removeprefix("v"))
     raise UsageError(f"--engine: unknown engine {name!r}", hint="one of " + ", ".join(e.name for e in ENGINES))

@@ -161,7 +161,7 @@ def dots3_note(f: Fields) -> Layers:
 
 def kda_states(f: Fields, heads: int, dim: int, kernel: int) -> Layer:
     """Kimi delta attention: a convolution over queries, keys and values, and one matrix a head."""
-    return Layer((ConvState(3 * heads * dim, kernel), RecurrentState((heads, dim, dim), FP32, "delta")))
+    return Layer((ConvState(3 * heads * dim, kernel), RecurrentState((heads, dim, dim), FP32, "kda")))
 
 
 def kimi_linear(f: Fields) -> Layers:

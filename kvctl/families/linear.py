@@ -98,7 +98,9 @@ def mamba2_states(
     inner: int, groups: int, state: int, kernel: int, heads: int, dim: int, dtype: DType | None = FP32
 ) -> States:
     """State-space duality: the convolution also runs over both group projections; [heads, dim, state]."""
-    return ConvState(inner + 2 * groups * state, kernel), RecurrentState((heads, dim, state), dtype, "ssm")
+    return ConvState(inner + 2 * groups * state, kernel, groups=(groups, 2 * state)), RecurrentState(
+        (heads, dim, state), dtype, "ssm"
+    )
 
 
 def mamba(f: Fields) -> Layers:

@@ -1,0 +1,237 @@
+"""`--engine vllm` against plans that vLLM's own planner made, published logs, and hand calculations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from conftest import DATA, Outcome
+
+Run = Callable[..., Outcome]
+Json = dict[str, Any]
+GIB = 2**30
+
+KINDS = {
+    "FullAttentionSpec": "full_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "MLAAttentionSpec": "latent_attention",
+    "MambaSpec": "recurrent_state",
+}
+
+
+@cache
+def oracle() -> Json:
+    found: Json = json.loads((DATA / "vllm.json").read_text())
+    return found
+
+
+def plan(run: Run, model: str, *options: str, stdin: str | None = None) -> Json:
+    engine = () if "--engine" in options else ("--engine", "vllm")
+    outcome = run("size", model, "--json", *engine, *options, stdin=stdin)
+    assert outcome.code == 0, outcome.err
+    result: Json = outcome.json["results"][0]
+    allocation: Json = result["allocation"]
+    return allocation
+
+
+@pytest.mark.parametrize("index", range(36))
+def test_equals_the_planner_of_vllm_0_32_on_a_cpu(kvctl: Run, index: int) -> None:
+    case = oracle()["cases"][index]
+    options = ["--engine", "vllm@0.32", "--device", "cpu", "--ctx", str(case["max_model_len"])]
+    options += ["--kv-budget", str(case["mem"]), "--tensor-parallel-size", str(case["tp"])]
+    for name, value in case["args"].items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            options += [flag, str(value)]
+    got = plan(kvctl, "-", *options, stdin=json.dumps(oracle()["configs"][case["model"]]))
+    assert got["block_size"] == case["cfg_block_size"]
+    assert got["bytes_per_block"] == case["bytes_per_block"]
+    assert got["num_blocks"] == case["num_blocks"]
+    assert got["reserved_bytes"] == case["bytes_per_max_len_request"]
+    assert got["reported_capacity"] == got["capacity_tokens"] == case["kv_cache_size_tokens"]
+    assert round(got["max_concurrency"], 4) == case["max_concurrency"]
+    groups = [[g["kind"], g["layers"], g["block_size"], g["page_bytes"]] for g in got["groups"]]
+    # The oracle names the page of one layer.
+    assert groups == [[KINDS[kind], n, block, n * page] for kind, n, block, page in case["groups"]]
+
+
+def test_every_case_is_there() -> None:
+    assert len(oracle()["cases"]) == 36
+
+
+# -- worked by hand and published, on GPUs -------------------------------------------------------
+
+
+def test_llama_70b_on_four_gpus(kvctl: Run) -> None:
+    # 80 layers · 2 of 8 KV heads · 256 · 2 B = 81,920 B a token; 16 of them a block
+    got = plan(kvctl, "Llama-3.1-70B", "-tp", "4", "--ctx", "128k", "--kv-budget", str(30_731 * 1_310_720))
+    assert (got["bytes_per_block"], got["num_blocks"]) == (1_310_720, 30_731)
+    assert got["reported_capacity"] == 491_696
+    assert got["log"] == (
+        "GPU KV cache size: 491,696 tokens, Maximum concurrency for 131,072 tokens per request: 3.75x"
+    )
+    fp8 = plan(kvctl, "Llama-3.1-70B", "-tp", "4", "--kv-cache-dtype", "fp8", "--ctx", "128k")
+    assert fp8["bytes_per_block"] == 655_360
+
+
+def test_heads_repeat_once_ranks_outnumber_them(kvctl: Run) -> None:
+    # 8 KV heads: one on each of 8 ranks, and still one on each of 16
+    eight, sixteen = (plan(kvctl, "Llama-3.1-70B", "-tp", str(n), "--ctx", "32k") for n in (8, 16))
+    assert eight["bytes_per_block"] == sixteen["bytes_per_block"] == 80 * 256 * 2 * 16
+    assert any("2 times" in reason for reason in sixteen["reasons"])
+    assert len(sixteen["per_rank"]) == 16
+
+
+def test_a_rank_of_four_holds_3258_blocks_where_unsharded_heads_would_make_814(kvctl: Run) -> None:
+    # Reported for another engine: Qwen3-32B, 64 layers · 8 heads · 256 · 2 B · block 16 = 4 MiB whole, 1 MiB on a rank
+    whole = plan(kvctl, "Qwen3-32B", "--ctx", "4k", "--kv-budget", str(3258 * 2**20))
+    quarter = plan(kvctl, "Qwen3-32B", "-tp", "4", "--ctx", "4k", "--kv-budget", str(3258 * 2**20))
+    assert (whole["num_blocks"], quarter["num_blocks"]) == (814, 3258)
+
+
+def test_latents_are_not_split(kvctl: Run) -> None:
+    # 61 layers · 576 · 2 B · block 64; 29.3 GiB hold 447,680 tokens, and twice as many in fp8 and one block
+    budget = ("--ctx", "128k", "--kv-budget", str(13_991 * 2_248_704))
+    one, eight = (plan(kvctl, "DeepSeek-V3", "-tp", ranks, *budget) for ranks in ("1", "8"))
+    assert one["bytes_per_block"] == eight["bytes_per_block"] == 61 * 576 * 2 * 64
+    assert eight["reported_capacity"] == 447_680
+    fp8 = plan(kvctl, "DeepSeek-V3", "--kv-cache-dtype", "fp8", *budget)
+    assert fp8["reported_capacity"] == 895_424
+
+
+@pytest.mark.parametrize(("dtype", "row"), [("auto", 78_324), ("fp8_ds_mla", 48_068)])
+def test_indexer_keys_beside_latents(kvctl: Run, dtype: str, row: int) -> None:
+    # 61 · (576 · 2 + 132) and 61 · (656 + 132) bytes a token
+    assert plan(kvctl, "DeepSeek-V3.2", "--kv-cache-dtype", dtype, "--ctx", "4k")["bytes_per_block"] == 64 * row
+
+
+def test_gemma_3_27b_by_version(kvctl: Run) -> None:
+    # 10 full and 52 windowed layers: groups of 10, so 7 of them, 8 places empty; a page is 131,072 B.
+    budget = str(15_371 * 1_310_720)
+    options = ("--ctx", "128k", "--kv-budget", budget)
+    now = plan(kvctl, "gemma-3-27b-it", *options)
+    assert (now["bytes_per_block"], now["num_blocks"], len(now["groups"])) == (1_310_720, 15_371, 7)
+    # 131,072/16 + 6 · (⌈(1023 + 2 · 8192)/16⌉ + 1) = 8,192 + 6 · 1,089
+    assert now["blocks_per_request"] == 14_726
+    assert now["reported_capacity"] == 136_812
+    before = plan(kvctl, "gemma-3-27b-it", "--engine", "vllm@0.22", *options)
+    assert before["blocks_per_request"] == 8_192 + 6 * 577
+    assert f"{before['max_concurrency']:.2f}" == "1.32"
+    oldest = plan(kvctl, "gemma-3-27b-it", "--engine", "vllm@0.11", *options)
+    assert oldest["reported_capacity"] == 15_371 // 7 * 16 == 35_120
+
+
+def test_gpt_oss_120b_and_its_published_error(kvctl: Run) -> None:
+    options = ("gpt-oss-120b", "--ctx", "128k", "--kv-budget", str(16_136 * 589_824))
+    assert plan(kvctl, *options)["blocks_per_request"] == 9_225
+    assert plan(kvctl, *options, "--engine", "vllm@0.20")["reported_capacity"] == 129_088
+    # The start-up error that a user published: 4.54 GiB needed with 1,024 batched tokens.
+    error = plan(kvctl, *options, "--engine", "vllm@0.22", "--max-num-batched-tokens", "1024")
+    assert f"{error['reserved_bytes'] / GIB:.2f}" == "4.54"
+    # A log of the time: 5.38 GiB and 78,384 tokens, which is not 5.38 GiB / 78,384 a token.
+    log = plan(kvctl, "gpt-oss-120b", "--engine", "vllm@0.11", "--ctx", "128k", "--kv-budget", "5.3825GiB")
+    assert log["reported_capacity"] == 78_384
+
+
+def test_without_the_hybrid_manager_windows_cost_the_whole_context(kvctl: Run) -> None:
+    got = plan(kvctl, "gpt-oss-120b", "--ctx", "128k", "--disable-hybrid-kv-cache-manager")
+    # 36 layers · 8 heads · 128 · 2 B · 131,072 tokens
+    assert got["reserved_bytes"] == 36 * 8 * 128 * 2 * 131_072
+    assert any("every token" in reason for reason in got["reasons"])
+
+
+def test_qwen3_next_on_four_gpus(kvctl: Run) -> None:
+    # State: 16 · 64 … (2·16·128 + 32·128)/4 channels · 3 + 8 · 128 · 128, in bf16 = 274,432 B; the page is 272 tokens.
+    budget = str(10_276 * 3_342_336)
+    options = ("Qwen3-Next-80B-A3B-Instruct", "-tp", "4", "--ctx", "256k", "--kv-budget", budget)
+    bf16 = plan(kvctl, *options)
+    assert (bf16["block_size"], bf16["bytes_per_block"], bf16["blocks_per_request"]) == (272, 3_342_336, 964 + 3 * 2)
+    assert bf16["reported_capacity"] == 2_777_104
+    fp8 = plan(kvctl, *options, "--kv-cache-dtype", "fp8")
+    assert (fp8["block_size"], fp8["bytes_per_block"], fp8["blocks_per_request"]) == (544, 3_342_336, 488)
+    assert f"{fp8['max_concurrency']:.2f}" == "21.06"
+    assert plan(kvctl, *options, "--engine", "vllm@0.20")["reported_capacity"] == 698_768
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "block"),
+    [("Qwen3.5-27B", (), 784), ("Qwen3.6-35B-A3B", ("--kv-cache-dtype", "fp8"), 2096)],
+)
+def test_block_sizes_that_start_up_logs_show(kvctl: Run, model: str, options: tuple[str, ...], block: int) -> None:
+    assert plan(kvctl, model, "--ctx", "32k", *options)["block_size"] == block
+
+
+def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
+    # Mamba 2 of 2.7B: 5,120 inner, 1 group of 128, 80 heads of 64. Over two ranks the group is on both:
+    # (5120 + 2·2·128)/2 = 2,816 channels · 3 columns, and 40 · 64 · 128, times 2 B, in each of 64 layers.
+    config = json.dumps(oracle()["configs"]["mamba2-2.7b"])
+    got = plan(kvctl, "-", "--ctx", "4k", "-tp", "2", stdin=config)
+    assert got["bytes_per_block"] == 64 * 2 * (2_816 * 3 + 40 * 64 * 128)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("Qwen3-32B", "--block-size", "16"), "--block-size says how an engine is started"),
+        (("Qwen3-32B", "--engine", "transformers", "--kv-budget", "1GiB"), "--kv-budget says"),
+        (("Qwen3-32B", "--engine", "ideal@3"), "takes no version"),
+        (("Qwen3-32B", "--engine", "vllm@0.40"), "0.8 to 0.33"),
+        (("Qwen3-32B", "--engine", "vllm@new"), "no version of vLLM"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "q8_0"), "no format that vLLM has"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "turboquant_k8v4"), "does not count yet"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "fp8_ds_mla"), "latent attention"),
+        (("Qwen3-32B", "--engine", "vllm", "--k-dtype", "fp8"), "one format"),
+        (("Qwen3-32B", "--engine", "vllm", "-tp", "3"), "neither divides 8 KV heads"),
+        (("Qwen3-32B", "--engine", "vllm", "-tp", "0"), "out of range"),
+        (("Qwen3-32B", "--engine", "vllm", "--block-size", "20"), "no multiple of 16"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "16 apples"), "not an amount of memory"),
+        (("Qwen3-32B", "--engine", "vllm", "--device", "tpu"), "unknown device"),
+        (("Qwen3-32B", "--engine", "vllm", "--ctx", "0"), "maximum length"),
+        (("whisper-large-v3", "--engine", "vllm"), "does not know how vLLM stores its cross attention"),
+        (("Qwen3-Next-80B-A3B-Instruct", "--engine", "vllm@0.8"), "does not serve recurrent layers"),
+    ],
+)
+def test_what_is_not_understood_is_refused(kvctl: Run, arguments: tuple[str, ...], words: str) -> None:
+    outcome = kvctl("size", *arguments)
+    assert outcome.code in (1, 2)
+    assert words in outcome.err
+    assert not outcome.out
+
+
+def test_a_version_between_those_read_says_so(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-32B", "--engine", "vllm@0.15", "--ctx", "4k")
+    assert "estimated: vLLM 0.15 goes by the rules of 0.11" in outcome.err
+
+
+def test_a_budget_too_small_for_one_request_says_so(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-32B", "--engine", "vllm", "--ctx", "32k", "--kv-budget", "1GiB")
+    # 32,768/16 blocks needed; 2^30 / 4 MiB = 256 there
+    assert "needs 2,048 blocks" in outcome.err
+    assert "holds 256" in outcome.err
+
+
+def test_fp32_models_run_in_bf16(kvctl: Run) -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "torch_dtype": "float32"}  # fmt: skip
+    outcome = kvctl("size", "-", "--engine", "vllm", "--ctx", "16", "--json", stdin=json.dumps(config))
+    assert outcome.json["results"][0]["allocation"]["bytes_per_block"] == 2 * 2 * 256 * 2 * 16
+    assert "runs that in bf16" in outcome.err
+
+
+def test_the_screen_shows_need_and_reserve(kvctl: Run) -> None:
+    out = kvctl("size", "gemma-3-27b-it", "--engine", "vllm", "--ctx", "128k", "--kv-budget", "20GiB").out
+    assert "what the architecture needs" in out
+    assert "14,726 blocks × 1,310,720 bytes" in out
+    assert "GPU KV cache size: " in out
+    several = kvctl("size", "Qwen3-32B", "gemma-3-27b-it", "--engine", "vllm", "--ctx", "32k").out
+    assert "reserved" in several.splitlines()[1]
+    assert "reserved_bytes" in kvctl("size", "Qwen3-32B", "--engine", "vllm", "-f", "csv").out
+    assert "| reserved |" in kvctl("size", "Qwen3-32B", "--engine", "vllm", "-f", "md").out
