@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 import kvctl.families as families
+from kvctl.engines import TRANSFORMERS
+from kvctl.errors import ConfigError
 from kvctl.families.attention import PATTERNS
 from kvctl.families.fields import Fields, model_type_facts
 from kvctl.families.patterns import FULL, SLIDING
+from kvctl.formats import FP32
+from kvctl.model import build_spec
+from kvctl.size import SizePlan, size
+from kvctl.sources import Found
+from kvctl.spec import Provenance
 
 READERS = {family.reader for family in families.FAMILIES}
 
@@ -83,3 +90,43 @@ def test_a_file_leaves_out_what_its_class_fills_in() -> None:
     assert Fields({"model_type": "gpt2", "n_head": 5}).number("num_attention_heads") == 5
     assert Fields({"model_type": "qwen3"}).number("head_dim") == 128
     assert Fields({"model_type": "deepseek_v3"}).number("kv_lora_rank") == 512
+
+
+# -- contradictions, measured in transformers 5.24 (fp32; tokens and encoder positions as noted) --------
+
+
+def total(config: dict[str, Any], tokens: int, encoder: int) -> int:
+    spec = build_spec(Found("case", config, Provenance("local", "case")))
+    return size(spec, tokens, SizePlan(TRANSFORMERS, dtype=FP32, encoder_tokens=encoder or None)).kv_bytes
+
+
+MOONSHINE = {
+    "model_type": "moonshine", "architectures": ["MoonshineForConditionalGeneration"], "is_encoder_decoder": True,
+    "hidden_size": 64, "intermediate_size": 64, "decoder_num_hidden_layers": 4, "encoder_num_hidden_layers": 2,
+    "encoder_num_attention_heads": 4, "encoder_num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("decoder", [(4, 4), (1, 4), (8, 2)])
+def test_moonshine_decoders_have_the_heads_of_the_encoder(decoder: tuple[int, int]) -> None:
+    config = MOONSHINE | {"decoder_num_attention_heads": decoder[0], "decoder_num_key_value_heads": decoder[1]}
+    # 4 layers · 2 · 4 heads · 16 · 4 B · (24 + 9)
+    assert total(config, 24, 9) == 67_584
+
+
+PIX2STRUCT = {
+    "model_type": "pix2struct", "is_encoder_decoder": True,
+    "text_config": {"model_type": "pix2struct_text_model", "hidden_size": 64, "d_kv": 16, "num_heads": 4, "num_layers": 4},
+}  # fmt: skip
+
+
+def test_pix2struct_has_one_count_of_layers() -> None:
+    config = PIX2STRUCT | {"text_config": PIX2STRUCT["text_config"] | {"num_decoder_layers": 1}}  # type: ignore[operator]
+    # 4 layers · 2 · 64 · 4 B · (24 + 14)
+    assert total(config, 24, 14) == total(PIX2STRUCT, 24, 14) == 77_824
+
+
+def test_pix2struct_heads_that_do_not_fill_its_width_are_refused() -> None:
+    config = PIX2STRUCT | {"text_config": PIX2STRUCT["text_config"] | {"num_heads": 1}}  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="is not hidden_size 64"):
+        total(config, 24, 14)

@@ -257,14 +257,16 @@ def gemma4(f: Fields) -> Layers:
     kinds = p.layer_kinds(f, p.every(6))
     if kinds:
         kinds[-1] = p.FULL
-    if f.get("per_layer_config") is None:
+    if "per_layer_config" not in f.raw:
         override = {"head_dim": f.number_or("global_head_dim", 512)}
         global_heads = f.optional_number("num_global_key_value_heads")
         # Gemma4 and the assistants of it carry the switch; the classes without it always follow.
         if global_heads is not None and f.flag("attention_k_eq_v", True):
             override["num_key_value_heads"] = global_heads
         f = f.with_values(per_layer_config={str(i): override for i, kind in enumerate(kinds) if kind == p.FULL})
-    shared = last_layers_share(f, kinds, all_may=True) if f.has("num_kv_shared_layers") else None
+    # The diffusion model lacks the field: every layer of it keeps its own.
+    shares = f.has("num_kv_shared_layers") and f.type != "diffusion_gemma_text"
+    shared = last_layers_share(f, kinds, all_may=True) if shares else None
     return build(f, kinds, attention_makers(grouped), shared=shared)
 
 

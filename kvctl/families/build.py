@@ -191,6 +191,9 @@ def reference_sliding(shape: Callable[[Fields], tuple[int, int, int]]) -> Maker:
 def grouped(f: Fields) -> tuple[int, int, int]:
     """(KV heads, key dim, value dim) of grouped-query attention."""
     dim = head_dim(f)
+    if dim == 1:
+        # Rotary embeddings come in pairs: one of width 1 makes keys twice as wide as values.
+        raise ConfigError(f"{f.path}head_dim is 1; a head with rotary embeddings has an even width")
     return kv_heads(f), dim, dim
 
 

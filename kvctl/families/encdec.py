@@ -71,7 +71,12 @@ def t5(f: Fields) -> Layers:
 
 def pix2struct(f: Fields) -> Layers:
     """A T5 decoder that always looks at the image."""
-    return add_cross(t5(f.with_values(is_encoder_decoder=True, architectures=None)))
+    heads, dim, hidden = f.number("num_heads"), f.number("d_kv"), f.number("hidden_size")
+    if heads * dim != hidden:
+        # Its projections are hidden_size wide whatever the heads say: no reading of this is right.
+        raise ConfigError(f"{f.path}num_heads {heads} × d_kv {dim} is not hidden_size {hidden}")
+    f = f.with_values(is_encoder_decoder=True, architectures=None, num_decoder_layers=None)
+    return add_cross(t5(f))
 
 
 def blip_text(f: Fields) -> Layers:
@@ -85,10 +90,11 @@ def prophetnet(f: Fields) -> Layers:
 
 
 def moonshine(f: Fields) -> Layers:
-    heads = f.number("decoder_num_attention_heads")
+    """The decoder has the encoder's heads: building the encoder writes them into the shared config."""
+    heads = f.number("encoder_num_attention_heads")
     dim = f.optional_number("head_dim") or f.number("hidden_size") // heads
     return _stack(f, f.layers("decoder_num_hidden_layers"), heads, dim,
-                  kv=f.optional_number("decoder_num_key_value_heads"))  # fmt: skip
+                  kv=f.optional_number("encoder_num_key_value_heads"))  # fmt: skip
 
 
 def flat_grouped(f: Fields) -> Layers:

@@ -134,7 +134,7 @@ def dots3_note(f: Fields) -> Layers:
     kinds = p.layer_kinds(f, pattern)
     if use_dsa is not None:
         kinds = [full if kind in (p.FULL, p.INDEXED) else kind for kind in kinds]
-    if f.get("per_layer_config") is None:
+    if "per_layer_config" not in f.raw:
         head, nope = f.number_or("swa_head_dim", 256), f.number_or("swa_qk_nope_head_dim", 192)
         override = {
             "kv_lora_rank": f.number_or("swa_kv_lora_rank", 1024),
