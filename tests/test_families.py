@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvctl.families as families
-from kvctl.engines import TRANSFORMERS
+from kvctl.engines import IDEAL, TRANSFORMERS
 from kvctl.errors import ConfigError
 from kvctl.families.attention import PATTERNS
 from kvctl.families.fields import Fields, model_type_facts
@@ -130,3 +130,79 @@ def test_pix2struct_heads_that_do_not_fill_its_width_are_refused() -> None:
     config = PIX2STRUCT | {"text_config": PIX2STRUCT["text_config"] | {"num_heads": 1}}  # type: ignore[operator]
     with pytest.raises(ConfigError, match="is not hidden_size 64"):
         total(config, 24, 14)
+
+
+# -- published files that say things in their own way ---------------------------------------------------
+
+GQA = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+ROW = 2 * 2 * 32 * 2  # K and V · 2 KV heads · head dim 32 · 2 B
+
+
+def at_100(config: dict[str, Any]) -> int:
+    spec = build_spec(Found("case", config, Provenance("local", "case")))
+    return size(spec, 100, SizePlan(IDEAL)).kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        # Vision language models with everything in one place
+        ({**GQA, "model_type": "minicpmv", "architectures": ["MiniCPMV"], "query_num": 64, "slice_mode": True}, 4),
+        ({**GQA, "model_type": "llava_qwen", "mm_hidden_size": 1152, "use_sliding_window": False,
+          "sliding_window": 4096, "max_window_layers": 28}, 4),
+        ({**GQA, "model_type": "llava_llama", "mm_vision_select_layer": -2}, 4),
+        ({**GQA, "model_type": "bailing_moe_v2", "score_function": "sigmoid", "num_experts": 8}, 4),
+        # NVILA keeps its model under llm_cfg
+        ({"model_type": "llava_llama", "llm_cfg": {**GQA, "model_type": "qwen2"}}, 4),
+        # Wrappers with words that only sound like a cache of another kind
+        ({"model_type": "brand_new_vl", "downsample_ratio": 0.5, "pixel_shuffle_ratio": 0.5,
+          "conversation_formatter_class": "X", "quantization_config": {"modules_to_not_convert": ["lm_head"]},
+          "projector_config": {"num_latents": 64, "conv_kernel": 3}, "text_config": {**GQA, "model_type": "qwen2"}}, 4),
+        # Grok 2 is published as "git"
+        ({**GQA, "model_type": "git", "architectures": ["Grok1ForCausalLM"]}, 4),
+        # The kinds of layers that predict further tokens stand at the end of the list
+        ({**GQA, "model_type": "step3p5", "head_dim": 32, "num_attention_groups": 2, "num_nextn_predict_layers": 2,
+          "layer_types": ["full_attention"] * 6}, 4),
+    ],
+)  # fmt: skip
+def test_plain_attention_in_other_words(config: dict[str, Any], layers: int) -> None:
+    assert at_100(config) == 100 * layers * ROW
+
+
+def test_deci_counts_kv_heads_of_each_layer() -> None:
+    config = {**GQA, "model_type": "deci", "num_key_value_heads_per_layer": [4, 2, 1, 1]}
+    assert at_100(config) == 100 * 2 * (4 + 2 + 1 + 1) * 32 * 2
+
+
+def test_santacoder_has_one_kv_head_where_its_own_code_runs() -> None:
+    config = {"model_type": "gpt2", "attention_head_type": "multiquery", "n_layer": 2, "n_head": 4, "n_embd": 64,
+              "torch_dtype": "float32"}  # fmt: skip
+    assert at_100(config) == 100 * 2 * 2 * 16 * 4
+    assert total(config, 100, 0) == 4 * 100 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"kv_norm_sliding_window": 128}, {"attention_expert_window": 64}, {"moe_kv_heads": 2}, {"embedding_kv_share": 2},
+        {"norm_recurrent_steps": 3}, {"num_attention_experts": 4, "moe_attention": True}, {"router_layer_skip": True},
+        {"vocab_window": 64}, {"tie_layer_groups": 2},
+    ],
+)  # fmt: skip
+def test_unknown_types_with_a_hidden_hint_are_refused(hint: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        at_100({**GQA, "model_type": "brand_new"} | hint)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"scoring_func": "softmax", "seq_aux": True, "ep_size": 1}, {"unsloth_fixed": True, "lora_r": 8},
+        {"query_pre_attn_scalar": 32}, {"_attn_implementation_autoset": True}, {"clip_qkv": 8.0, "qkv_bias": True},
+    ],
+)  # fmt: skip
+def test_unknown_types_with_keys_of_another_matter_are_read(extra: dict[str, Any]) -> None:
+    assert at_100({**GQA, "model_type": "brand_new", "head_dim": 32} | extra) == 100 * 4 * ROW

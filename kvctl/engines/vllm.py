@@ -256,7 +256,7 @@ def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int) -> list[_
 
 def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
     return ConfigError(
-        f"{spec.model_type}: kvctl does not know how vLLM stores its {state.kind.replace('_', ' ')} yet",
+        f"{spec.model_type[:60]}: kvctl does not know how vLLM stores its {state.kind.replace('_', ' ')} yet",
         hint="--engine ideal says what the architecture needs",
     )
 
@@ -295,7 +295,7 @@ def plan(
     by_layer = [(layer, _specs_of(layer, spec, fmt, ranks)) for layer, _ in spec.groups]
     every = [item for _, specs in by_layer for item in specs]
     if not every:
-        raise ConfigError(f"{spec.model_type}: nothing that vLLM would cache")
+        raise ConfigError(f"{spec.model_type[:60]}: nothing that vLLM would cache")
     if not rules.hybrid and any(item.kind == "state" for item in every):
         raise ConfigError(f"vLLM {_dotted(rules.since)} does not serve recurrent layers from its KV cache")
     settings = _settings(serving, rules, every, context, warnings)

@@ -7,6 +7,7 @@ The first row that lists a model type wins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -73,7 +74,8 @@ FAMILIES: tuple[Family, ...] = (
     # Encoder-decoders and cross attention
     Family("encdec:bart", _types(
         "bart bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp nllb-moe pegasus "
-        "pegasus_x plbart pp_formulanet_text seamless_m4t seamless_m4t_v2 speech_to_text speecht5 trocr whisper")),
+        "pegasus_x plbart pp_formulanet_text florence2_language seamless_m4t seamless_m4t_v2 speech_to_text speecht5 "
+        "trocr whisper")),
     Family("encdec:t5", _types("t5 mt5 umt5 longt5 switch_transformers udop pop2piano")),
     Family("encdec:pix2struct", _types("pix2struct_text_model")),
     Family("encdec:blip_text", _types("blip_text_model")),
@@ -142,6 +144,8 @@ FAMILIES: tuple[Family, ...] = (
         "voxtral_realtime_text t5_gemma_module t5gemma2_decoder t5gemma2_text csm csm_depth_decoder_model "
         "higgs_audio_v2 qwen2_5_omni_talker qwen3_omni_moe_talker_text qwen3_omni_moe_talker_code_predictor "
         "glm_image_text muse_glimmer_assistant canary_decoder "
+        "bailing_moe_v2 bunny-llama internlmxcomposer2 llava_llama llava_mistral llava_qwen llava_qwen2 minicpmo "
+        "minicpmv molmo stablelm_epoch Yi "
         "arctic bailing_moe deepseek ernie4_5_moe_vl exaone4_5_text grok-1 llada2_moe mimo minicpm Motif orion phi3_v "
         "phi4 phi4mm solar telechat2 yi")),
     # Encoders
@@ -160,15 +164,17 @@ FAMILIES: tuple[Family, ...] = (
 WINDOWLESS = frozenset(_types(
     "latent:latent latent:deepseek_v2 latent:longcat encdec:bart encdec:t5 encdec:moonshine encdec:flat_grouped "
     "encdec:gpt2 encdec:cross_where_added encdec:mllama attention:falcon attention:bloom attention:gpt_bigcode "
-    "attention:dbrx attention:mpt attention:jetmoe attention:multi_head linear:hrm_text"))  # fmt: skip
+    "encdec:blip_text encdec:prophetnet encdec:pix2struct attention:dbrx attention:gpt_neo attention:mpt "
+    "attention:jetmoe attention:multi_head other:cpmant linear:hrm_text"))  # fmt: skip
 
 # Where a wrapper keeps its language model, tried in this order.
 NESTED_NAMES = ("text_config", "decoder", "generator", "llm_config", "language_config", "thinker_config",
-                "language_model_config", "decoder_config", "llm_model_config", "vlm_config")  # fmt: skip
+                "language_model_config", "decoder_config", "llm_model_config", "vlm_config", "llm_cfg")  # fmt: skip
 
 # Language models of wrappers that run outside of transformers, where the file may not name the type.
 WRAPPED = {"kimi_vl": ("text_config", "deepseek_v3"), "deepseek_vl_v2": ("language_config", "deepseek_v2"),
-           "interns1": ("text_config", "qwen3_moe"), "internvl_chat": ("llm_config", ""), "kimi_k3": ("text_config", "kimi_linear")}  # fmt: skip
+           "interns1": ("text_config", "qwen3_moe"), "internvl_chat": ("llm_config", ""), "ovis": ("llm_config", ""),
+           "ovis2_5": ("llm_config", ""), "llava_llama": ("llm_cfg", ""), "kimi_k3": ("text_config", "kimi_linear")}  # fmt: skip
 
 _MAX_NESTING = 4
 
@@ -204,6 +210,12 @@ def _wraps_its_own_kind(f: Fields, reader: str) -> bool:
     return any(isinstance(f.raw.get(name), Mapping) and layers & f.raw[name].keys() for name in NESTED_NAMES)
 
 
+# Parts of a wrapper that run before or after the language model, and keep nothing between tokens.
+_OTHER_PARTS = re.compile(
+    r"encoder|projector|adapter|aligner|qformer|resampler|perceiver|connector|tower|vit|tokenizer|quant"
+)
+
+
 def _check_unknown_wrapper(f: Fields) -> None:
     """A wrapper of unknown type may be read through only if it wraps one language model and says no more of it."""
     inner = [name for name in NESTED_NAMES if isinstance(f.raw.get(name), Mapping)]
@@ -216,7 +228,16 @@ def _check_unknown_wrapper(f: Fields) -> None:
     if len(inner) + len(others) > 1:
         raise ConfigError(f"{f.type[:60]!r} is unknown and has several language models: {', '.join([*inner, *others])}",
                           hint="size the part that you mean from a file of its own")  # fmt: skip
-    doubtful = hinting({key: value for key, value in f.raw.items() if key not in inner})
+    model = f.raw[inner[0]]
+    doubtful = hinting(
+        {
+            key: value
+            for key, value in f.raw.items()
+            if key not in inner
+            and not (isinstance(value, Mapping) and _OTHER_PARTS.search(key))
+            and not (key != "use_sliding_window" and key in model and model[key] == value)
+        }
+    )
     if doubtful:
         raise ConfigError(f"{f.type[:60]!r} is unknown, and these keys beside {inner[0]} may change its cache: "
                           + ", ".join(doubtful[:8]))  # fmt: skip
@@ -227,6 +248,9 @@ def text_fields(f: Fields, depth: int = 0) -> Fields:
 
     A type with a family of its own is read as it is; a wrapper leads to what it wraps.
     """
+    if f.type == "git" and str((f.entries("architectures") or [""])[0]).startswith("Grok"):
+        # Grok 2 is published under the name of another model's type.
+        f = Fields({**f.raw, "model_type": "grok-1"}, path=f.path, read=f.read)
     reader = _readers().get(f.type)
     if reader is not None and not _wraps_its_own_kind(f, reader):
         return f

@@ -68,6 +68,12 @@ PATTERNS: dict[str, p.Pattern] = {
 def normalised(f: Fields) -> Fields:
     """Apply what the configuration class does to windows when it loads."""
     kind = f.type
+    if kind == "step3p5":
+        # Published files go on with the kinds of the layers that predict further tokens.
+        n, extra = f.layers(), f.number_or("num_nextn_predict_layers", 0, minimum=0)
+        kinds = f.entries("layer_types")
+        if extra and kinds is not None and len(kinds) == n + extra:
+            f = f.with_values(layer_types=kinds[:n])
     if kind in _USES_FLAG and not f.flag("use_sliding_window"):
         return f.with_values(sliding_window=None)
     if kind == "cwm" and not f.get("sliding_window"):
@@ -80,7 +86,8 @@ def normalised(f: Fields) -> Fields:
 
 
 _USES_FLAG = {"qwen2", "qwen3", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text",
-              "qwen2_5_omni_talker", "qwen2_moe"}  # fmt: skip
+              "qwen2_5_omni_talker", "qwen2_moe", "minicpmv", "minicpmo", "llava_qwen", "llava_qwen2",
+              "bailing_moe_v2"}  # fmt: skip
 _NO_WINDOW_NO_PATTERN = {"exaone4", "exaone_moe"}
 
 
@@ -264,9 +271,8 @@ def gemma4(f: Fields) -> Layers:
         if global_heads is not None and f.flag("attention_k_eq_v", True):
             override["num_key_value_heads"] = global_heads
         f = f.with_values(per_layer_config={str(i): override for i, kind in enumerate(kinds) if kind == p.FULL})
-    # The diffusion model lacks the field: every layer of it keeps its own.
-    shares = f.has("num_kv_shared_layers") and f.type != "diffusion_gemma_text"
-    shared = last_layers_share(f, kinds, all_may=True) if shares else None
+    # The diffusion model's class lacks the field, and ignores it in a file.
+    shared = last_layers_share(f, kinds, all_may=True) if f.knows("num_kv_shared_layers") else None
     return build(f, kinds, attention_makers(grouped), shared=shared)
 
 

@@ -104,7 +104,9 @@ def windows_of_the_cache(f: Fields, layers: Layers) -> Layers:
     size = f.get("attention_chunk_size") if size is None else size
     if size is None or f.get("layer_types") is not None:
         return layers
-    if any(isinstance(s, (SlidingWindow, ChunkedAttention)) for layer in layers for s in layer.states):
+    if any(
+        isinstance(s, (SlidingWindow, ChunkedAttention)) for layer in layers for s in layer.states_in("transformers")
+    ):
         return layers
     size = f.as_number("sliding_window", size, 1)
     made: dict[int, Layer] = {}
@@ -139,16 +141,17 @@ def kv_heads(f: Fields, name: str = "num_key_value_heads", heads: str = "num_att
 
 def head_dim(f: Fields) -> int:
     """Width of a head: given, or the hidden size split over the query heads."""
-    return f.optional_number("head_dim", minimum=0) or derived_head_dim(f)
+    return f.optional_number("head_dim", minimum=0) or derived_head_dim(f, given=True)
 
 
-def derived_head_dim(f: Fields) -> int:
-    """Width of a head where the class always splits the hidden size."""
+def derived_head_dim(f: Fields, *, given: bool = False) -> int:
+    """Width of a head where the class always splits the hidden size (`given`: unless the file names it)."""
     hidden, heads = f.number("hidden_size"), f.number("num_attention_heads")
     if hidden % heads:
         raise ConfigError(
-            f"{f.path}hidden_size {hidden} does not split over {heads} heads, and head_dim is not given",
-            hint=f"give it with --set {f.path}head_dim=N",
+            f"{f.path}hidden_size {hidden} does not split over {heads} heads"
+            + (", and head_dim is not given" if given else ""),
+            hint=f"give it with --set {f.path}head_dim=N" if given else None,
         )
     return hidden // heads
 

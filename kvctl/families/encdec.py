@@ -151,7 +151,12 @@ def cross_where_added(f: Fields) -> Layers:
 def gpt2(f: Fields) -> Layers:
     """Multi-head; cross attention where add_cross_attention says so."""
     dim, heads = derived_head_dim(f), f.number("num_attention_heads")
-    layers = repeat(f.layers(), Layer((FullAttention(heads, dim, dim),)))
+    layer = Layer((FullAttention(heads, dim, dim),))
+    if f.raw.get("attention_head_type") == "multiquery":
+        # SantaCoder: the weights have one KV head; transformers' own class knows nothing of it.
+        layer = Layer((FullAttention(1, dim, dim),), {"transformers": layer.states},
+                      note="transformers' gpt2 class has no multi-query attention")  # fmt: skip
+    layers = repeat(f.layers(), layer)
     return add_cross(layers) if f.flag("add_cross_attention") else layers
 
 

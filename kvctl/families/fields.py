@@ -126,6 +126,10 @@ class Fields:
         stored = self.stored_name(name)
         return name in self.raw or stored in self.raw or stored in self._facts.defaults
 
+    def knows(self, name: str) -> bool:
+        """True where the class has the field; a key of the file alone does not count."""
+        return self.stored_name(name) in self._facts.defaults
+
     def number(self, name: str, *, minimum: int = 1) -> int:
         """A required whole number."""
         value = self.get(name)

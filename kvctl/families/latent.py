@@ -49,7 +49,10 @@ def longcat(f: Fields) -> Layers:
 
 def indexer_kinds(f: Fields, n: int, *, default: str = "") -> list[bool]:
     """True for each layer with an indexer of its own; "shared" layers use an earlier one's choice."""
-    kinds = f.strings("indexer_types", n)
+    kinds = f.strings("indexer_types")
+    if kinds is not None and len(kinds) < n:
+        raise ConfigError(f"{f.path}indexer_types has {len(kinds)} entries for {n} layers")
+    kinds = None if kinds is None else kinds[:n]
     if kinds is None:
         pattern = f.get("index_topk_pattern")
         if isinstance(pattern, (str, list)):

@@ -109,6 +109,12 @@ def block_configs(f: Fields) -> Layers:
     """Nemotron-NAS (Deci): every block says how many query heads share a KV head, or has no attention."""
     blocks = f.entries("block_configs")
     n = f.layers()
+    if blocks is None and f.get("num_key_value_heads_per_layer") is not None:
+        # The first of them (DeciLM-7B) counts KV heads instead.
+        counts = f.entries("num_key_value_heads_per_layer") or []
+        heads = f.number("num_attention_heads")
+        blocks = [{"attention": {"n_heads_in_group": heads // c if isinstance(c, int) and c > 0 and heads % c == 0 else c}}
+                  for c in counts]  # fmt: skip
     if blocks is None or len(blocks) != n:
         raise ConfigError(f"{f.path}block_configs must have one entry for each of {n} layers")
     heads = f.number("num_attention_heads")

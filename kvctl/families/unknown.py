@@ -60,6 +60,51 @@ _STANDARD = frozenset(
         "flash_attn",
         "gradient_checkpointing",
         "attention_dropout",
+        "ep_size",
+        "scoring_func",
+        "score_function",
+        "seq_aux",
+        "unsloth_fixed",
+        "query_pre_attn_scalar",
+        "dim_model_base",
+        "mup_denominator",
+        "use_mup",
+        "lora_r",
+        "lora_alpha",
+        "trust_remote_code",
+        "use_reentrant",
+        "is_causal",
+        "neftune_noise_alpha",
+        "swiglu_limit",
+        "swiglu",
+        "use_swiglu",
+        "is_llama_config",
+        "capacity_factor",
+        "attention_softmax_in_fp32",
+        "use_flash_attention_2",
+        "seq_length",
+        "max_seq_len",
+        "max_seq_length",
+        "max_sequence_length",
+        "use_dynamic_ntk",
+        "use_logn_attn",
+        "keys_to_ignore_at_inference",
+        "top_p",
+        "typical_p",
+        "decoder_sparse_step",
+        "_commit_hash",
+        "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
+        "attention_gate",
+        "attn_output_gate",
+        "use_position_ids",
+        "model_name",
+        "license",
+        "qkv_bias",
+        "use_qkv_bias",
+        "add_qkv_bias",
+        "clip_qkv",
+        "pack_qkv",
     ]
 )
 # Names that say what a key is about, and it is not the cache.
@@ -67,22 +112,23 @@ _HARMLESS = re.compile(
     r"norm|bias|dropout|pdrop|token_id|token_index|tokenizer|_per_tok|suppress_tokens|rope|rotary|moe|expert|router|routed|scal(e|ing)|multiplier|_eps$|epsilon|init|loss|"
     r"vocab|embed|^tie_|quant|version|^_?name|label|vision|visual|image|video|audio|mlp|ffn|feed_forward|logit|softcap|"
     r"temperature|penalty|theta|jitter|^(pad|bos|eos|sep)_|seed|activation|gated|residual|parallel|fused|sampl|topk|top_k|"
-    r"first_k_dense|n_group"
+    r"first_k_dense|n_group|^mm_|use_mm_proj|^img_|patch_size|^slice_|query_num|^(num_)?train_|^transformers_"
 )
 # Names that hint at something a plain reading would get wrong, whatever else they say.
 _HINTS = re.compile(
     r"layer_type|layers_block|block_type|block_config|pattern|window|sliding|chunk|local|global|hybrid|interval|"
-    r"lora_rank|latent|mla|mqa|gqa|multi_query|group_num|head_dim|head_size|heads_per|kv_|_kv|key_dim|value_dim|v_head|"
-    r"ssm|mamba|d_state|state_size|d_inner|d_conv|conv|recurr|rnn|rwkv|lru|delta|kda|gdn|hgrn|retention|retnet|yoco|cla_|"
+    r"lora_rank|latent|(?<![a-z])(?:mla|mqa|gqa)|multi_query|group_num|head_dim|head_size|heads_per|kv_|_kv|key_dim|value_dim|v_head|"
+    r"ssm|mamba|d_state|state_size|d_inner|d_conv|conv(?!ert|ers)|recurr|rnn|rwkv|lru|delta|kda|gdn|hgrn|retention|retnet|yoco|cla_|"
     r"linear_att|lightning|linear_num|linear_key|linear_value|share_kv|shared_kv|kv_shared|sharing|num_kv|cross_att|"
-    r"encoder_decoder|decoder_layers|encoder_layers|index_|indexer|compress|memory|mem_|sink|nsa|moba|sparse_att|"
+    r"encoder_decoder|decoder_layers|encoder_layers|index_|indexer|compress|memory|mem_|sink|(?<![a-z])nsa|moba|sparse_att|"
     r"attention_type|attn_type|attn_(every|layer|period|offset|config)|attention_(layers|every|pattern|config)|"
-    r"full_att|self_att|no_rope|nope|loop|recycle|num_pass|early_exit|nextn|mtp|per_layer|ratio$|cache_"
+    r"full_att|self_att|no_rope|nope|loop|recycle|num_pass|early_exit|nextn|mtp|per_layer|(?<!downsample_)(?<!shuffle_)(?<!aspect_)ratio$|cache_|layer_skip|skip_layer|moa_|moe_att|tie_layer|ssd|ut_steps"
 )
 # Matches of the hints that are certain to be about something else.
 _NO_HINT = re.compile(
-    r"shared_expert|share_expert|expert_|_experts?$|moe|chunk_size_feed_forward|vision|visual|image|video|audio|"
-    r"mlp_ratio|dropout|embedding|norm|vocab"
+    r"shared_expert|share_expert|(?<!attention_)expert_|(?<!attention_)_experts?$|^moe_(?!kv|att)|_moe_|"
+    r"chunk_size_feed_forward|vision|visual|image|video|audio|^img_|quant|mlp_ratio|dropout|"
+    r"^(?!.*(?:kv_|_kv|window|recur|layers|memory))(?=.*(?:embedding|norm|vocab))"
 )
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 _FULL = {"full", "full_attention", "global", "attention"}
@@ -98,7 +144,8 @@ def doubts(f: Fields) -> list[str]:
 
 def hinting(raw: Mapping[str, Any]) -> list[str]:
     """Keys, at any depth, that hint at a cache of another kind and are not switched off."""
-    return sorted(key for key, value in raw.items() if _hints(key, value))
+    off = _WINDOW_FIELDS if raw.get("use_sliding_window") is False else set()
+    return sorted(key for key, value in raw.items() if key not in off and _hints(key, value))
 
 
 def _is_off(value: Any) -> bool:
