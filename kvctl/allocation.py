@@ -19,6 +19,12 @@ class Serving(Record):
     max_batched: int | None = None
     prefix_caching: bool | None = None
     hybrid_disabled: bool = False
+    slots: int | None = None
+    unified: bool | None = None
+    """Whether all slots share one stream of cells."""
+    ubatch: int | None = None
+    swa_full: bool = False
+    flash_attention: bool | None = None
 
 
 class GroupRow(Record):
@@ -63,13 +69,24 @@ class Allocation(Record):
     max_concurrency: float | None
     per_rank: tuple[RankRow, ...]
     groups: tuple[GroupRow, ...]
-    log: str | None
+    log: tuple[str, ...]
+    """Lines that its start-up log will print."""
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def blocks_are_alike(self) -> bool:
+        """Whether everything reserved is so many blocks of one size."""
+        return (
+            bool(self.bytes_per_block)
+            and self.reserved_bytes % self.bytes_per_block == 0
+            and bool(self.max_concurrency is not None or self.kv_budget_bytes is None)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields if name != "warnings"}
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]
         out["reasons"] = list(self.reasons)
+        out["log"] = list(self.log)
         return out

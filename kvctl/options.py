@@ -47,49 +47,75 @@ def read_serving(
     max_batched: str | None,
     prefix_caching: bool | None,
     hybrid_disabled: bool,
+    slots: int | None,
+    unified: bool | None,
+    ubatch: int | None,
+    swa_full: bool,
+    flash_attention: str | None,
 ) -> Serving:
-    """How the engine is started; options of an engine that reserves nothing ahead are refused."""
+    """How the engine is started; options that are not this engine's are refused."""
     from kvctl.allocation import Serving
     from kvctl.engines import ENGINES
     from kvctl.units import parse_bytes, parse_tokens
 
     given = {
-        "--device": device is not None,
-        "--kv-budget": kv_budget is not None,
-        "--tensor-parallel-size": tensor_parallel is not None,
-        "--block-size": block_size is not None,
-        "--max-num-batched-tokens": max_batched is not None,
-        "--enable-prefix-caching": prefix_caching is not None,
-        "--disable-hybrid-kv-cache-manager": hybrid_disabled,
+        "--device": device,
+        "--kv-budget": kv_budget,
+        "--tensor-parallel-size": tensor_parallel,
+        "--block-size": block_size,
+        "--max-num-batched-tokens": max_batched,
+        "--enable-prefix-caching": prefix_caching,
+        "--disable-hybrid-kv-cache-manager": hybrid_disabled or None,
+        "--parallel": slots,
+        "--kv-unified": unified,
+        "--ubatch-size": ubatch,
+        "--swa-full": swa_full or None,
+        "--flash-attn": flash_attention,
     }
-    if not engine.plans:
-        for option, used in given.items():
-            if used:
-                planners = " or ".join(f"--engine {e.name}" for e in ENGINES if e.plans)
-                raise UsageError(f"{option} says how an engine is started; {engine.name} has no use for it",
-                                 hint=f"add {planners}")  # fmt: skip
-        return Serving()
-    device = (device or "gpu").lower()
-    if device not in DEVICES:
-        raise UsageError(f"--device: unknown device {device[:40]!r}", hint="one of " + ", ".join(DEVICES))
+    for option, value in given.items():
+        if value is not None and option not in engine.options:
+            takers = " or ".join(f"--engine {e.name}" for e in ENGINES if option in e.options)
+            raise UsageError(f"{option} says how an engine is started; {engine.name} has no use for it",
+                             hint=f"it is for {takers}")  # fmt: skip
     for option, value, most in (
         ("--tensor-parallel-size", tensor_parallel, 1024),
         ("--block-size", block_size, 2**20),
+        ("--parallel", slots, 4096),
+        ("--ubatch-size", ubatch, 2**20),
     ):
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {most:,}")
     batched = parse_tokens(max_batched, what="--max-num-batched-tokens") if max_batched is not None else None
     if batched == 0:
         raise UsageError("--max-num-batched-tokens: 0 is out of range", hint="at least 1")
+    flash = _one_of(flash_attention or "auto", "--flash-attn", ("auto", "on", "off"))
     return Serving(
-        device=device,
+        device=_one_of(device or "gpu", "--device", DEVICES),
         kv_budget=parse_bytes(kv_budget, what="--kv-budget") if kv_budget is not None else None,
         tensor_parallel=tensor_parallel,
         block_size=block_size,
         max_batched=batched,
         prefix_caching=prefix_caching,
         hybrid_disabled=hybrid_disabled,
+        slots=slots,
+        unified=unified,
+        ubatch=ubatch,
+        swa_full=swa_full,
+        flash_attention=None if flash == "auto" else flash == "on",
     )
+
+
+def _one_of(text: str, option: str, known: tuple[str, ...]) -> str:
+    if text.lower() not in known:
+        raise UsageError(f"{option}: unknown {option.lstrip('-')} {text[:40]!r}", hint="one of " + ", ".join(known))
+    return text.lower()
+
+
+def at_least_one(value: int, option: str) -> int:
+    """A count of sequences or beams."""
+    if not 1 <= value <= 2**31:
+        raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {2**31:,}")
+    return value
 
 
 def read_output_format(text: str, as_json: bool) -> str:
@@ -99,13 +125,6 @@ def read_output_format(text: str, as_json: bool) -> str:
     if text not in OUTPUT_FORMATS:
         raise UsageError(f"--format: unknown format {text[:40]!r}", hint="one of " + ", ".join(OUTPUT_FORMATS))
     return text
-
-
-def at_least_one(value: int, option: str) -> int:
-    """A count of sequences or beams."""
-    if not 1 <= value <= 2**31:
-        raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {2**31:,}")
-    return value
 
 
 def complete_dtypes(incomplete: str) -> list[str]:

@@ -37,6 +37,7 @@ _ENGINE_WORDS = {
     "ideal": ": what the architecture needs, no engine's rounding",
     "transformers": ": the tensors of its DynamicCache",
     "vllm": ": by the rules of its planner",
+    "llama.cpp": ": by the rules of its caches",
 }
 
 Row = tuple[Sequence[str], Text | None, str]
@@ -211,19 +212,16 @@ def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:
         return []
     held = f"{plan.reserved_bytes // plan.bytes_per_block:,} blocks × {plan.bytes_per_block:,} bytes"
     ranks = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
-    rows = [("reserved", format_bytes(plan.reserved_bytes), f"{plan.reserved_bytes:,} bytes{ranks}: {held}")]
-    blocks = dict.fromkeys(f"{group.block_size:,}" for group in plan.groups)
-    rows.append(("", "", "blocks of " + " and ".join(blocks) + " tokens"))
+    blocks = f": {held}" if plan.blocks_are_alike else ""
+    rows = [("reserved", format_bytes(plan.reserved_bytes), f"{plan.reserved_bytes:,} bytes{ranks}{blocks}")]
+    if plan.blocks_are_alike:
+        sizes = dict.fromkeys(f"{group.block_size:,}" for group in plan.groups)
+        rows.append(("", "", "blocks of " + " and ".join(sizes) + " tokens"))
     rows += [("", "", reason) for reason in plan.reasons]
-    if plan.num_blocks is not None and plan.kv_budget_bytes is not None:
-        rows.append(
-            (
-                "budget",
-                format_bytes(plan.kv_budget_bytes),
-                f"{plan.kv_budget_bytes:,} bytes: {plan.num_blocks:,} blocks",
-            )
-        )
-        rows.append(("its log", "", plan.log or ""))
+    if plan.capacity_tokens is not None and plan.kv_budget_bytes is not None:
+        fits = f"{plan.num_blocks:,} blocks" if plan.blocks_are_alike else f"up to --ctx {plan.capacity_tokens}"
+        rows.append(("budget", format_bytes(plan.kv_budget_bytes), f"{plan.kv_budget_bytes:,} bytes: {fits}"))
+    rows += [("" if index else "its log", "", line) for index, line in enumerate(plan.log)]
     return rows
 
 

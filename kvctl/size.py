@@ -70,8 +70,8 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     elif dtype is FP32 and plan.dtype is None and not plan.engine.auto_fp32:
         dtype = BF16
         warnings.append(f"the configuration says fp32 and {plan.engine.name} runs that in bf16; --dtype fp32 keeps it")
-    key = plan.key or plain(dtype)
-    fmt = Formats(dtype, key, plan.value or plain(dtype))
+    usual = plan.engine.cache_format or plain(dtype)
+    fmt = Formats(dtype, plan.key or usual, plan.value or usual)
     if not plan.engine.quantizes and {fmt.key, fmt.value} != {plain(dtype)}:
         raise UsageError(
             f"--engine {plan.engine.name} keeps keys and values in the model's dtype, {dtype.name}",

@@ -2,6 +2,7 @@
 
     python scripts/compact_oracles.py OUT.jsonl[.gz] FOLDER...
     python scripts/compact_oracles.py --plans OUT.json CASES.json
+    python scripts/compact_oracles.py --logs OUT.json CASES.json
 
 Each FOLDER holds one JSON file a case, as a run of transformers wrote it: `config` (what
 the saved config.json holds) and `runs` with the real bytes of every tensor of the cache.
@@ -9,7 +10,8 @@ One output line a case: name, config, and the distinct runs as
 [dtype, batch, tokens seen, encoder tokens, bytes, bytes of each layer as [value, repeats]].
 
 CASES holds what vLLM's own planner answered: `configs`, and `cases` with its arguments, the
-specs of the layers, groups, blocks and capacity.
+specs of the layers, groups, blocks and capacity; or, with --logs, the lines about caches that
+llama.cpp printed for each of a model's results.
 """
 
 from __future__ import annotations
@@ -81,9 +83,26 @@ def plans(out: Path, source: Path) -> None:
     print(f"{out}: {len(rows)} cases, {out.stat().st_size:,} bytes")
 
 
+LOG = re.compile(r"llama_kv_cache: size|llama_kv_cache_(iswa|dsa): creating|llama_memory_recurrent: size")
+
+
+def logs(out: Path, source: Path) -> None:
+    """The lines of one file; a line for every result."""
+    found = json.loads(source.read_text())
+    rows = [
+        json.dumps({"model": case["model"], "arguments": result["arguments"],
+                    "log": [line for line in result["log"] if LOG.match(line)]})
+        for case in found["cases"]
+        for result in case["results"]
+    ]  # fmt: skip
+    head = f'"engine":{json.dumps(found["engine"] + " " + found["build"])}'
+    out.write_text(f'{{{head},\n"cases":[\n' + ",\n".join(rows) + "]}\n")
+    print(f"{out}: {len(rows)} cases, {out.stat().st_size:,} bytes")
+
+
 def main() -> None:
-    if sys.argv[1] == "--plans":
-        plans(Path(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in ("--plans", "--logs"):
+        (plans if sys.argv[1] == "--plans" else logs)(Path(sys.argv[2]), Path(sys.argv[3]))
         return
     out, folders = Path(sys.argv[1]), sys.argv[2:]
     lines = []

@@ -170,7 +170,7 @@ ALLOCATION = obj(
                 },
             ),
         ),
-        "log": of(["string", "null"], "What the start-up log will print; null without a budget."),
+        "log": of("array", "What the start-up log will print of it.", items={"type": "string"}),
         "reasons": of("array", "Why this differs from what the architecture needs.", items={"type": "string"}),
     },
 )

@@ -57,20 +57,30 @@ def size(
             "--kv-dtype",
             "--kv-cache-dtype",
             metavar="NAME",
-            help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …; with --engine vllm, its own names.",
+            help="Format of keys, values and latents: auto (the model's dtype), fp32, bf16, fp16, fp8, int8, int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, nvfp4, mxfp8, mxfp4, …; an engine's own names with one.",
             autocompletion=complete_cache_formats,
         ),
     ] = "auto",
     k_dtype: Annotated[
         str,
         typer.Option(
-            "--k-dtype", metavar="NAME", help="Format of keys and latents alone.", autocompletion=complete_cache_formats
+            "--k-dtype",
+            "--cache-type-k",
+            "-ctk",
+            metavar="NAME",
+            help="Format of keys and latents alone.",
+            autocompletion=complete_cache_formats,
         ),
     ] = "auto",
     v_dtype: Annotated[
         str,
         typer.Option(
-            "--v-dtype", metavar="NAME", help="Format of values alone.", autocompletion=complete_cache_formats
+            "--v-dtype",
+            "--cache-type-v",
+            "-ctv",
+            metavar="NAME",
+            help="Format of values alone.",
+            autocompletion=complete_cache_formats,
         ),
     ] = "auto",
     engine: Annotated[
@@ -78,7 +88,7 @@ def size(
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one).",
+            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one), llama.cpp.",
             autocompletion=complete_engines,
         ),
     ] = "ideal",
@@ -124,6 +134,41 @@ def size(
             "--disable-hybrid-kv-cache-manager", help="Keep every token of windowed layers, as some connectors need."
         ),
     ] = False,
+    slots: Annotated[
+        Optional[int],
+        typer.Option(
+            "--parallel",
+            "-np",
+            metavar="N",
+            help="Slots of llama.cpp; --ctx is their total. Default: 4 that share one cache.",
+            show_default=False,
+        ),
+    ] = None,
+    unified: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--kv-unified/--no-kv-unified",
+            help="Whether llama.cpp's slots share one cache. Default: no, with --parallel.",
+            show_default=False,
+        ),
+    ] = None,
+    ubatch: Annotated[
+        Optional[int],
+        typer.Option(
+            "--ubatch-size",
+            "-ub",
+            metavar="N",
+            help="Tokens of a physical batch of llama.cpp: windows hold one. Default: 512.",
+            show_default=False,
+        ),
+    ] = None,
+    swa_full: Annotated[
+        bool, typer.Option("--swa-full", help="Keep every token of windowed layers (llama.cpp).")
+    ] = False,
+    flash_attention: Annotated[
+        Optional[str],
+        typer.Option("--flash-attn", "-fa", metavar="NAME", help="auto, on or off (llama.cpp).", show_default=False),
+    ] = None,
     device: Annotated[
         Optional[str],
         typer.Option(
@@ -277,8 +322,13 @@ def size(
         max_batched=max_batched,
         prefix_caching=prefix_caching,
         hybrid_disabled=hybrid_disabled,
+        slots=slots,
+        unified=unified,
+        ubatch=ubatch,
+        swa_full=swa_full,
+        flash_attention=flash_attention,
     )
-    if rules.plans and (k_dtype, v_dtype) != ("auto", "auto"):
+    if rules.name == "vllm" and (k_dtype, v_dtype) != ("auto", "auto"):
         raise UsageError(
             f"{rules.name} keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
         )

@@ -6,16 +6,31 @@ First is the default.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvctl.errors import UsageError
-from kvctl.formats import CacheFormat
+from kvctl.formats import FP16, CacheFormat, cache_format, plain
 from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
     from kvctl.allocation import Allocation, Serving
     from kvctl.spec import Formats, ModelSpec
+
+
+class Planner(Protocol):
+    """What a module of an engine that plans ahead offers."""
+
+    def plan(
+        self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving, version: str | None
+    ) -> Allocation:
+        """What the engine reserves for requests of `context` tokens."""
+
+    def kv_dtype(self, name: str, serving: Serving, option: str) -> CacheFormat:
+        """The cache format that `name` means; unknown ones list what there is."""
+
+    def check_version(self, version: str) -> None:
+        """Refuses a version whose rules are not known."""
 
 
 class Engine(Record):
@@ -30,27 +45,28 @@ class Engine(Record):
     """Whether keys and values may be kept in another format than the model's dtype."""
     summary: str
     plans: bool = False
-    """Whether it reserves memory ahead, by a planner: the module of this package with its name."""
+    """Whether it reserves memory ahead: `planner` has its rules."""
     auto_fp32: bool = True
     """Whether a model whose config says fp32 runs so without being told."""
+    cache_format: CacheFormat | None = None
+    """What keys and values are kept in without being told; None is the model's dtype."""
+    options: tuple[str, ...] = ()
+    """Options of its start that kvctl understands."""
+
+    @property
+    def planner(self) -> Planner:
+        """The module with its rules, loaded when first asked for."""
+        from kvctl.engines import llama_cpp, vllm
+
+        return vllm if self.name == "vllm" else llama_cpp
 
     def plan(self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving) -> Allocation | None:
         """What it reserves for such requests; None where it allocates as it goes."""
-        if not self.plans:
-            return None
-        from kvctl.engines import vllm
-
-        return vllm.plan(spec, context, sequences, fmt, serving, self.version)
+        return self.planner.plan(spec, context, sequences, fmt, serving, self.version) if self.plans else None
 
     def kv_dtype(self, name: str, serving: Serving, option: str) -> CacheFormat:
         """The cache format that `name` means to this engine."""
-        if not self.plans:
-            from kvctl.formats import cache_format
-
-            return cache_format(name, option=option)
-        from kvctl.engines import vllm
-
-        return vllm.kv_dtype(name, serving)
+        return self.planner.kv_dtype(name, serving, option) if self.plans else cache_format(name, option=option)
 
 
 IDEAL = Engine(
@@ -83,9 +99,25 @@ VLLM = Engine(
     summary="what vLLM's planner reserves: blocks, groups and the capacity that its log prints",
     plans=True,
     auto_fp32=False,
+    options=(
+        "--device", "--kv-budget", "--tensor-parallel-size", "--block-size", "--max-num-batched-tokens",
+        "--enable-prefix-caching", "--disable-hybrid-kv-cache-manager",
+    ),
+)  # fmt: skip
+
+LLAMA_CPP = Engine(
+    name="llama.cpp",
+    version="b11434",
+    retention=IDEAL.retention,
+    beams_share_cross=True,
+    quantizes=True,
+    summary="the cells that llama.cpp allocates, as its load log prints them",
+    plans=True,
+    cache_format=plain(FP16).replace(name="f16"),
+    options=("--kv-budget", "--parallel", "--kv-unified", "--ubatch-size", "--swa-full", "--flash-attn"),
 )
 
-ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM)
+ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP)
 
 
 def engine(name: str) -> Engine:
@@ -97,8 +129,6 @@ def engine(name: str) -> Engine:
                 return candidate
             if not candidate.plans:
                 raise UsageError(f"--engine: {plain} has one set of rules here; it takes no version")
-            from kvctl.engines import vllm
-
-            vllm.rules_for(version)
+            candidate.planner.check_version(version)
             return candidate.replace(version=version.removeprefix("v"))
     raise UsageError(f"--engine: unknown engine {name!r}", hint="one of " + ", ".join(e.name for e in ENGINES))

@@ -88,13 +88,13 @@ _UNCOUNTED = ("nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc", "turboqua
               "ultraquant_4bit", "nvfp4_4over6")  # fmt: skip
 
 
-def kv_dtype(name: str, serving: Serving) -> CacheFormat:
+def kv_dtype(name: str, serving: Serving, option: str) -> CacheFormat:
     """The cache format that vLLM's --kv-cache-dtype `name` means; unknown ones list what there is."""
     fmt = KV_DTYPES.get(name.lower())
     if fmt is None:
         known = name.lower() in _UNCOUNTED
         raise UsageError(
-            f"--kv-cache-dtype: {name[:40]!r} is "
+            f"{option}: {name[:40]!r} is "
             + ("a format of vLLM that kvctl does not count yet" if known else "no format that vLLM has"),
             hint="one of auto, " + ", ".join(KV_DTYPES),
         )
@@ -120,6 +120,11 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     if rules.since == asked:
         return rules, None
     return rules, f"estimated: vLLM {version} goes by the rules of {_dotted(rules.since)}, the nearest version read"
+
+
+def check_version(version: str) -> None:
+    """Refuses a version whose rules are not known."""
+    rules_for(version)
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -351,14 +356,16 @@ def plan(
     )
 
 
-def _log(rules: Rules, serving: Serving, context: int, tokens: int | None, concurrency: float | None) -> str | None:
-    """The line that the engine prints at start-up."""
+def _log(
+    rules: Rules, serving: Serving, context: int, tokens: int | None, concurrency: float | None
+) -> tuple[str, ...]:
+    """What the engine prints at start-up; nothing without a budget."""
     if tokens is None:
-        return None
+        return ()
     pool = "CPU" if serving.device == "cpu" else "GPU"
     size = f"{pool} KV cache size: {tokens:,} tokens"
     limit = f"Maximum concurrency for {context:,} tokens per request: {concurrency:.2f}x"
-    return f"{size}, {limit}" if rules.capacity == "concurrency" else f"{size}; {limit}"
+    return (f"{size}, {limit}",) if rules.capacity == "concurrency" else (size, limit)
 
 
 def _settings(serving: Serving, rules: Rules, specs: list[_Spec], context: int, warnings: list[str]) -> _Settings:

@@ -1,0 +1,149 @@
+"""`--engine llama.cpp` against the lines that llama.cpp itself printed, character by character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from conftest import DATA, Outcome
+
+Run = Callable[..., Outcome]
+Json = dict[str, Any]
+
+# Models of the log that the catalogue has; the others come with the plans of vLLM.
+CATALOGUE = {
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
+    "deepseek-v2-lite-mla": "deepseek-ai/DeepSeek-V2-Lite",
+    "llama4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "smollm2-135m-q4_1": "smollm2-135m",
+}
+FLAGS = {"n_ctx": "--ctx", "k": "-ctk", "v": "-ctv", "fa": "-fa", "n_seq_max": "-np", "n_ubatch": "-ub"}
+
+
+@cache
+def oracle() -> list[Json]:
+    cases: list[Json] = json.loads((DATA / "llama_cpp.json").read_text())["cases"]
+    return cases
+
+
+@cache
+def configs() -> Json:
+    found: Json = json.loads((DATA / "vllm.json").read_text())["configs"]
+    return found
+
+
+def ask(run: Run, name: str, *options: str) -> Outcome:
+    name = CATALOGUE.get(name, name)
+    model, stdin = ("-", json.dumps(configs()[name])) if name in configs() else (name, None)
+    return run("size", model, "--json", "--engine", "llama.cpp", *options, stdin=stdin)
+
+
+@pytest.mark.parametrize("index", range(116))
+def test_prints_what_llama_cpp_prints(kvctl: Run, index: int) -> None:
+    case = oracle()[index]
+    options = []
+    # The library's default is one sequence, the server's is four.
+    for name, value in ({"n_seq_max": 1} | case["arguments"]).items():
+        if name == "unified":
+            options.append("--kv-unified" if value else "--no-kv-unified")
+        elif name == "swa_full":
+            options += ["--swa-full"] * value
+        else:
+            options += [FLAGS[name], str(value)]
+    outcome = ask(kvctl, case["model"], *options)
+    if not case["log"]:
+        # llama.cpp refused: a quantised V cache without flash attention.
+        assert outcome.code == 2
+        assert "flash attention" in outcome.err
+        return
+    assert outcome.code == 0, outcome.err
+    allocation = outcome.json["results"][0]["allocation"]
+    assert allocation["log"] == case["log"]
+    assert sum(group["layers"] > 0 for group in allocation["groups"]) == sum(
+        "size = " in line and "MiB" in line for line in case["log"]
+    )
+
+
+def test_every_case_is_there() -> None:
+    assert len(oracle()) == 116
+
+
+def allocation(run: Run, name: str, *options: str) -> Json:
+    outcome = ask(run, name, *options)
+    assert outcome.code == 0, outcome.err
+    found: Json = outcome.json["results"][0]["allocation"]
+    return found
+
+
+def test_worked_examples(kvctl: Run) -> None:
+    # 80 layers · 8 heads · 256 · 131,072: 40 GiB in f16, 34/32 bytes an element in q8_0
+    assert allocation(kvctl, "llama-3.3-70b", "--ctx", "128k")["reserved_bytes"] == 40 * 2**30
+    q8 = allocation(kvctl, "llama-3.3-70b", "--ctx", "128k", "-ctk", "q8_0", "-ctv", "q8_0")
+    assert q8["reserved_bytes"] == 40 * 2**30 * 17 // 32
+    # gemma-3-27b: 10 GiB of full layers, and windows of 4 slots in one stream: 4,608 cells, 1,872 MiB
+    server = allocation(kvctl, "gemma3-27b", "--ctx", "128k")
+    assert server["reserved_bytes"] == 10 * 2**30 + 1872 * 2**20
+    assert "4 slots" in server["reasons"][0]
+    one = allocation(kvctl, "gemma3-27b", "--ctx", "128k", "-np", "1")
+    assert one["reserved_bytes"] == 10 * 2**30 + 624 * 2**20
+    # Latents without values: 576 · 34/32 · 61 layers
+    latent = allocation(kvctl, "deepseek-v3", "--ctx", "4096", "-ctk", "q8_0", "-ctv", "q8_0")
+    assert latent["reserved_bytes"] == 4096 * 37_332
+
+
+def test_windows_of_mistral_are_stored_in_full(kvctl: Run) -> None:
+    got = allocation(kvctl, "Mistral-7B-v0.1", "--ctx", "32k", "-np", "1")
+    # 32 layers · 8 heads · 256 · 2 B · 32,768
+    assert got["reserved_bytes"] == 4 * 2**30
+    assert any("every token" in reason for reason in got["reasons"])
+
+
+def test_a_budget_says_how_long_the_context_may_be(kvctl: Run) -> None:
+    # 131,072 B a token: 1 GiB holds 8,192 tokens; over 3 slots of their own in steps of 3 · 256
+    assert allocation(kvctl, "llama-3.1-8b", "--ctx", "4k", "--kv-budget", "1GiB")["capacity_tokens"] == 8192
+    three = allocation(kvctl, "llama-3.1-8b", "--ctx", "4k", "-np", "3", "--kv-budget", "1GiB")
+    assert three["capacity_tokens"] == 8192 // 768 * 768
+    small = ask(kvctl, "llama-3.1-8b", "--ctx", "16k", "--kv-budget", "1GiB")
+    assert "more than the budget" in small.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("Qwen3-32B", "--kv-dtype", "fp8"), "no cache type of llama.cpp"),
+        (("Qwen3-32B", "--sequences", "2"), "--parallel N"),
+        (("Qwen3-32B", "--ctx", "0"), "model's own maximum"),
+        (("Qwen3-32B", "-np", "0"), "out of range"),
+        (("Qwen3-32B", "-fa", "maybe"), "unknown flash-attn"),
+        (("Qwen3-32B", "--block-size", "16"), "no use for it"),
+        (("whisper-large-v3",), "does not know how llama.cpp stores"),
+        (("DeepSeek-V4-Flash",), "does not know how llama.cpp stores"),
+    ],
+)
+def test_what_is_not_understood_is_refused(kvctl: Run, arguments: tuple[str, ...], words: str) -> None:
+    context = () if "--ctx" in arguments else ("--ctx", "4k")
+    outcome = kvctl("size", *arguments, *context, "--engine", "llama.cpp")
+    assert outcome.code in (1, 2)
+    assert words in outcome.err
+    assert not outcome.out
+
+
+def test_windows_of_an_architecture_that_was_not_read_are_refused(kvctl: Run) -> None:
+    config = configs()["gemma3-27b"] | {"model_type": "ministral"}
+    text = config.pop("text_config", {})
+    config |= text | {"model_type": "ministral", "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+    outcome = kvctl("size", "-", "--engine", "llama.cpp", "--ctx", "4k", stdin=json.dumps(config))
+    assert outcome.code == 1
+    assert "does not know whether llama.cpp keeps" in outcome.err
+
+
+def test_heads_that_do_not_fill_a_block_are_refused(kvctl: Run) -> None:
+    config = {"model_type": "llama", "hidden_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "torch_dtype": "bfloat16"}  # fmt: skip
+    outcome = kvctl("size", "-", "--engine", "llama.cpp", "--ctx", "4k", "-ctk", "q8_0", stdin=json.dumps(config))
+    assert outcome.code == 2
+    assert "heads of 40 elements" in outcome.err
