@@ -96,7 +96,8 @@ def logs(out: Path, source: Path) -> None:
         for result in case["results"]
     ]  # fmt: skip
     head = f'"engine":{json.dumps(found["engine"] + " " + found["build"])}'
-    out.write_text(f'{{{head},\n"cases":[\n' + ",\n".join(rows) + "]}\n")
+    files = ",\n".join(f"{json.dumps(name)}:{json.dumps(keys)}" for name, keys in found["gguf"].items() if keys)
+    out.write_text(f'{{{head},\n"gguf":{{\n{files}}},\n"cases":[\n' + ",\n".join(rows) + "]}\n")
     print(f"{out}: {len(rows)} cases, {out.stat().st_size:,} bytes")
 
 

@@ -129,7 +129,7 @@ def tensors(path: Path, **shapes: tuple[str, list[int], int]) -> None:
         (b'{"a": "\xe9"}', "is not UTF-8 text (byte 7)"),
         ('{"a": 1}'.encode("utf-16"), "is UTF-16 text, not UTF-8"),
         (b"\n<!DOCTYPE html><html>Sign in</html>", "looks like a web page, not JSON"),
-        (b"GGUF\x03\0\0\0", "is a GGUF file; not read yet by this version"),
+        (b"GGUF\x03\0\0\0", "is a GGUF file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "is a git-lfs pointer"),
         (b"PK\x03\x04rest", "is a zip archive"),
         (struct.pack("<Q", 2) + b"{}", "is a safetensors file (weights), not a configuration"),
@@ -255,7 +255,7 @@ def test_pipes_and_devices_do_not_block() -> None:
     [
         ([], "./m is empty", "a folder with a config.json"),
         (["README.md"], "./m has no config.json", "a folder with a config.json"),
-        (["b.Q4_K_M.gguf", "a.gguf"], "./m has GGUF files (a.gguf) and no config.json", "not read by this version"),
+        (["b.Q4_K_M.gguf", "a.gguf"], "./m has GGUF files (a.gguf) and no config.json", "give one of the files"),
         (
             ["model.safetensors"],
             "./m has weights (model.safetensors) and no config.json",

@@ -24,7 +24,7 @@ def size(
         Optional[list[str]],
         typer.Argument(
             metavar="[MODEL]...",
-            help="A catalogue or Hub name (Qwen/Qwen3-32B, Qwen3-32B), a folder, a config.json, or - for stdin.",
+            help="A catalogue or Hub name (Qwen/Qwen3-32B, Qwen3-32B), a folder, a config.json, a .gguf file, or - for stdin.",
             autocompletion=complete_models,
             show_default=False,
         ),

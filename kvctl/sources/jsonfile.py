@@ -17,7 +17,7 @@ _GIVE_CONFIG = "give the model's config.json, its folder, or its name on the Hub
 
 # How files begin that people give by mistake: what they are, and what to do instead.
 _BEGINNINGS = (
-    (b"GGUF", "is a GGUF file; not read yet by this version", "give the original model's config.json or Hub name"),
+    (b"GGUF", "is a GGUF file", "give it by a path that ends in .gguf"),
     (b"version https://git-lfs", "is a git-lfs pointer, not the file it stands for", "fetch the file: git lfs pull"),
     (b"PK\x03\x04", "is a zip archive (PyTorch weights are), not JSON", _GIVE_CONFIG),
     (b"\x1f\x8b", "is gzip-compressed, not JSON", "unpack it first"),

@@ -33,6 +33,10 @@ def from_path(name: str) -> Found:
         return read_folder(path, where)
     if path.name == CONFIG:
         return read_folder(path.parent, where)
+    if path.name.lower().endswith(".gguf"):
+        from kvctl.sources import gguf
+
+        return gguf.from_file(path, where)
     config = jsonfile.read_file(path)
     refuse_other_json(config, where)
     return Found(where, config, Provenance("local", where))
@@ -99,7 +103,7 @@ def no_config(where: str, names: Sequence[str], *, base: str | None = None, insi
     if gguf:
         return SourceError(
             f"{where} has GGUF files ({gguf}) and no config.json",
-            hint="GGUF is not read by this version: give the original model",
+            hint="give one of the files",
         )
     if inside:
         return SourceError(

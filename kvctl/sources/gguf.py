@@ -1,0 +1,232 @@
+"""GGUF files: the header alone, and a configuration in the words of config.json.
+
+Format: ggml docs/gguf.md, versions 2 and 3. Nothing of the tensors' data is read; every count
+and length of the file is checked against the file's size before it is believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvctl.errors import ConfigError, KvctlError, SourceError
+from kvctl.record import Record
+from kvctl.sources import Found, jsonfile
+from kvctl.spec import Provenance, Weights
+
+_MAGIC = b"GGUF"
+_MOST_KEYS, _MOST_TENSORS, _LONGEST_ARRAY, _LONGEST_NAME = 100_000, 1_000_000, 4_000_000, 65_535
+_KEPT_ARRAY = 10_000  # entries: one a layer, not one a word of a vocabulary
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+TENSOR_TYPES = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
+    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
+    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
+    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
+}  # fmt: skip
+"""ggml's types: elements in a block, and its bytes."""
+
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class Header(Record):
+    """What stands before the data: metadata without the vocabulary, and the tensors' sizes."""
+
+    metadata: dict[str, Any]
+    tensors: int
+    bytes: int
+    elements: int
+
+
+def from_file(path: Path, where: str) -> Found:
+    """The model in a GGUF file (any part of a split one).
+
+    Raises:
+        SourceError: the file cannot be read, or is no GGUF.
+        ConfigError: it is cut short or contradicts itself, or its architecture is not known.
+
+    """
+    first, others = _parts(path)
+    header = read_header(first, jsonfile.plain(str(first)))
+    total, elements, missing = header.bytes, header.elements, 0
+    for other in others:
+        if not other.is_file():
+            missing += 1
+            continue
+        part = read_header(other, jsonfile.plain(str(other)))
+        total, elements = total + part.bytes, elements + part.elements
+    notes: tuple[str, ...] = ()
+    weights: Weights | None = Weights(total, elements, "the tensors of the GGUF file")
+    if missing:
+        weights = None
+        notes = (f"weights unknown: {missing} of {len(others) + 1} parts are not here",)
+    from kvctl.sources.gguf_config import to_config
+
+    return Found(
+        jsonfile.plain(path.name), to_config(header.metadata, where), Provenance("local", where), weights, notes
+    )
+
+
+def _parts(path: Path) -> tuple[Path, list[Path]]:
+    """The part with the metadata, and the others."""
+    split = _SPLIT.fullmatch(path.name)
+    count = int(split["count"]) if split else 1
+    if split is None or not 1 <= int(split["number"]) <= count <= 10_000:
+        return path, []
+    names = [path.with_name(f"{split['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    return names[0], names[1:]
+
+
+def read_header(path: Path, where: str) -> Header:
+    """Metadata and tensor sizes of one file."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                raise _broken(where, "is too short for a GGUF header") if file.read(4) == _MAGIC else _no_gguf(where)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(data, size, where).header()
+    except OSError as error:
+        if error.errno == errno.ENODEV:
+            raise _no_gguf(where) from None
+        raise jsonfile.unreadable(where, error) from None
+    except ValueError as error:
+        if isinstance(error, KvctlError):
+            raise
+        raise _broken(where, "cannot be mapped") from None
+
+
+def _no_gguf(where: str) -> SourceError:
+    return SourceError(f"{where} is not a GGUF file", hint="give a .gguf file, or a folder with a config.json")
+
+
+def _broken(where: str, what: str) -> ConfigError:
+    return ConfigError(f"{where} {what}", hint="the download may be incomplete: fetch it again")
+
+
+class _Reader:
+    """A place in a mapped file."""
+
+    def __init__(self, data: mmap.mmap, size: int, where: str) -> None:
+        self.data, self.size, self.where = data, size, where
+        self.at = 0
+
+    def header(self) -> Header:
+        if self.data[:4] != _MAGIC:
+            raise _no_gguf(self.where)
+        self.at = 4
+        version = self.number("<I")
+        if version in (0x02000000, 0x03000000):
+            raise ConfigError(f"{self.where} is a big-endian GGUF file, which kvctl does not read")
+        if version not in (2, 3):
+            raise ConfigError(f"{self.where} has GGUF version {version}; kvctl reads 2 and 3",
+                              hint="convert it with a current llama.cpp" if version < 2 else None)  # fmt: skip
+        tensors, keys = self.number("<Q"), self.number("<Q")
+        # The shortest key takes 13 bytes, the shortest tensor 32.
+        if keys > _MOST_KEYS or keys * 13 > self.size or tensors > _MOST_TENSORS or tensors * 32 > self.size:
+            raise _broken(self.where, f"claims {keys:,} keys and {tensors:,} tensors, more than can be in it")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.text(_LONGEST_NAME)
+            value = self.value(self.number("<I"), keep=not key.startswith("tokenizer."))
+            if key in metadata:
+                raise _broken(self.where, f"has the key {jsonfile.plain(key)[:60]} twice")
+            metadata[key] = value
+        total = elements = 0
+        for _ in range(tensors):
+            held, count = self.tensor()
+            total, elements = total + held, elements + count
+        return Header(metadata, tensors, total, elements)
+
+    def tensor(self) -> tuple[int, int]:
+        """Bytes and elements of the next tensor."""
+        name = self.text(_LONGEST_NAME)
+        dims = self.number("<I")
+        if not 1 <= dims <= 8:
+            raise _broken(self.where, f"has a tensor of {dims:,} dimensions ({jsonfile.plain(name)[:60]})")
+        shape = [self.number("<Q") for _ in range(dims)]
+        kind = self.number("<I")
+        self.number("<Q")  # where its data starts
+        count = 1
+        for length in shape:
+            count *= length
+        if count > 2**50:
+            raise _broken(self.where, f"has a tensor of {count:,} elements ({jsonfile.plain(name)[:60]})")
+        if kind not in TENSOR_TYPES:
+            raise ConfigError(f"{self.where} has tensors of type {kind}, which kvctl does not know")
+        block, held = TENSOR_TYPES[kind]
+        if shape[0] % block:
+            raise _broken(
+                self.where, f"has rows of {shape[0]:,} elements in blocks of {block} ({jsonfile.plain(name)[:60]})"
+            )
+        return count // block * held, count
+
+    def number(self, form: str) -> Any:
+        end = self.at + struct.calcsize(form)
+        if end > self.size:
+            raise _broken(self.where, "ends in the middle of its header")
+        (value,) = struct.unpack_from(form, self.data, self.at)
+        self.at = end
+        return value
+
+    def text(self, longest: int, *, keep: bool = True) -> str:
+        length = self.number("<Q")
+        if length > longest or self.at + length > self.size:
+            raise _broken(self.where, f"has a text of {length:,} bytes, more than can be in it")
+        start, self.at = self.at, self.at + length
+        return self.data[start : self.at].decode("utf-8", "replace") if keep else ""
+
+    def value(self, kind: int, *, keep: bool) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text(self.size, keep=keep)[:10_000]
+        if kind == _ARRAY:
+            return self.array(keep)
+        raise _broken(self.where, f"has a value of type {kind}, which GGUF does not know")
+
+    def array(self, keep: bool) -> Any:
+        """A list; None in place of one that no layer needs."""
+        kind, count = self.number("<I"), self.number("<Q")
+        if kind in _SCALARS:
+            width = struct.calcsize(_SCALARS[kind])
+            if count > (self.size - self.at) // width:
+                raise _broken(self.where, f"has a list of {count:,} entries, more than can be in it")
+            start, self.at = self.at, self.at + count * width
+            if not keep or count > _KEPT_ARRAY:
+                return None
+            return list(struct.unpack_from(f"<{count}{_SCALARS[kind][1]}", self.data, start))
+        if kind != _STRING or count > min(_LONGEST_ARRAY, (self.size - self.at) // 8):
+            what = f"{count:,} entries, more than can be in it" if kind == _STRING else f"lists of type {kind}"
+            raise _broken(self.where, f"has a list of {what}")
+        return self.texts(count, keep and count <= _KEPT_ARRAY)
+
+    def texts(self, count: int, keep: bool) -> list[str] | None:
+        if keep:
+            return [self.text(self.size) for _ in range(count)]
+        for _ in self.skip(count):
+            pass
+        return None
+
+    def skip(self, count: int) -> Iterator[None]:
+        """Over texts, quickly: vocabularies have hundreds of thousands."""
+        data, size, at = self.data, self.size, self.at
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > size:
+                raise _broken(self.where, "ends in the middle of its header")
+            at += 8 + unpack(data, at)[0]
+            if at > size:
+                raise _broken(self.where, "ends in the middle of its header")
+            yield
+        self.at = at

@@ -1,0 +1,222 @@
+"""GGUF files, written by the gguf package: what is read from them, and what hostile ones are answered with."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from conftest import DATA, Outcome
+
+from kvctl.sources.gguf import TENSOR_TYPES
+from kvctl.sources.gguf_config import ARCHITECTURES
+
+Run = Callable[..., Outcome]
+Json = dict[str, Any]
+TYPE = gguf.GGUFValueType
+
+
+@cache
+def oracle() -> Json:
+    found: Json = json.loads((DATA / "llama_cpp.json").read_text())
+    return found
+
+
+# The metadata of the packaged SmolLM2-135M-Instruct Q4_1.
+SMOLLM = {
+    "architecture": "llama",
+    "metadata": {
+        "context_length": 8192, "embedding_length": 576, "block_count": 30, "feed_forward_length": 1536,
+        "attention.head_count": 9, "attention.head_count_kv": 3, "rope.dimension_count": 64,
+    },
+}  # fmt: skip
+
+
+def keys_of(name: str) -> Json:
+    return SMOLLM if name.startswith("smollm2") else oracle()["gguf"][name]
+
+
+def write(path: Path, architecture: str, metadata: Json) -> Path:
+    """A file with the keys, a vocabulary and two tensors, as the gguf package writes it."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        key = f"{architecture}.{key}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(1000)])
+    writer.add_array("tokenizer.ggml.scores", [0.5] * 1000)
+    writer.add_tensor_info("token_embd.weight", (64, 128), np.dtype(np.float16), 64 * 128 * 2)
+    writer.add_tensor_info(
+        "blk.0.attn_q.weight", (256, 34), np.dtype(np.uint8), 256 * 34, gguf.GGMLQuantizationType.Q8_0
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+FLAGS = {"n_ctx": "--ctx", "k": "-ctk", "v": "-ctv", "fa": "-fa", "n_seq_max": "-np", "n_ubatch": "-ub"}
+
+
+@pytest.mark.parametrize("index", range(116))
+def test_the_file_gives_the_lines_that_llama_cpp_prints_of_it(kvctl: Run, tmp_path: Path, index: int) -> None:
+    case = oracle()["cases"][index]
+    keys = keys_of(case["model"])
+    path = write(tmp_path / "model.gguf", keys["architecture"], keys["metadata"])
+    options = []
+    for name, value in ({"n_seq_max": 1} | case["arguments"]).items():
+        if name == "unified":
+            options.append("--kv-unified" if value else "--no-kv-unified")
+        elif name == "swa_full":
+            options += ["--swa-full"] * value
+        else:
+            options += [FLAGS[name], str(value)]
+    outcome = kvctl("size", str(path), "--json", "--engine", "llama.cpp", *options)
+    if not case["log"]:
+        assert outcome.code == 2
+        return
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["results"][0]["allocation"]["log"] == case["log"]
+
+
+def test_block_sizes_are_those_of_the_package() -> None:
+    assert {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}.items() <= TENSOR_TYPES.items()
+
+
+def test_architectures_are_those_of_the_package() -> None:
+    # deepseek32 is younger than the package's table.
+    assert set(ARCHITECTURES) - set(gguf.MODEL_ARCH_NAMES.values()) <= {"deepseek32"}
+
+
+def test_weights_are_the_tensors(kvctl: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "llama", SMOLLM["metadata"])  # type: ignore[arg-type]
+    result = kvctl("size", str(path), "--ctx", "100", "--json").json["results"][0]
+    assert result["model"]["id"] == "model.gguf"
+    # 64 · 128 in f16; 256 rows of 32 in q8_0: 34 bytes each
+    assert result["weights"]["bytes"] == 64 * 128 * 2 + 256 * 34
+    assert result["weights"]["parameters"] == 64 * 128 + 256 * 32
+    # 30 layers · 2 · 3 heads · 64 · 2 B
+    assert result["kv_bytes"] == 100 * 23_040
+    changed = kvctl("size", str(path), "--ctx", "100", "--json", "--set", "num_key_value_heads=9").json["results"][0]
+    assert changed["kv_bytes"] == 3 * 100 * 23_040
+
+
+def test_split_files_add_up(kvctl: Run, tmp_path: Path) -> None:
+    names = [tmp_path / f"m-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    write(names[0], "llama", SMOLLM["metadata"])  # type: ignore[arg-type]
+    outcome = kvctl("size", str(names[0]), "--ctx", "100", "--json")
+    assert outcome.json["results"][0]["weights"] is None
+    assert "1 of 2 parts are not here" in outcome.err
+    write(names[1], "llama", {})
+    for name in names:
+        weights = kvctl("size", str(name), "--ctx", "100", "--json").json["results"][0]["weights"]
+        assert weights["bytes"] == 2 * (64 * 128 * 2 + 256 * 34)
+
+
+def test_layers_may_have_kv_heads_of_their_own(kvctl: Run, tmp_path: Path) -> None:
+    metadata = SMOLLM["metadata"] | {"block_count": 3, "attention.head_count_kv": [3, 1, 9]}  # type: ignore[operator]
+    path = write(tmp_path / "model.gguf", "llama", metadata)
+    assert kvctl("size", str(path), "--ctx", "100", "--json").json["results"][0]["kv_bytes"] == 100 * 13 * 64 * 2 * 2
+
+
+def test_a_folder_of_gguf_files_says_so(kvctl: Run, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", "llama", SMOLLM["metadata"])  # type: ignore[arg-type]
+    outcome = kvctl("size", str(tmp_path))
+    assert outcome.code == 1
+    assert "model.gguf" in outcome.err
+
+
+# -- files that mean harm ----------------------------------------------------------------------------
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def header(keys: int, tensors: int = 0, *, version: int = 3, magic: bytes = b"GGUF") -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors, keys)
+
+
+ARCHITECTURE = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+PADDING = bytes(4096)
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is not a GGUF file"),
+    "cut in the counts": (header(1)[:20], "too short"),
+    "other magic": (header(1, magic=b"GGML") + PADDING, "is not a GGUF file"),
+    "version 1": (header(1, version=1) + PADDING, "version 1"),
+    "version 4": (header(1, version=4) + PADDING, "version 4"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 1) + PADDING, "big-endian"),
+    "2^60 keys": (header(2**60) + PADDING, "more than can be in it"),
+    "2^60 tensors": (header(0, 2**60) + PADDING, "more than can be in it"),
+    "key of 2^40 bytes": (header(1) + struct.pack("<Q", 2**40) + PADDING, "text of 1,099,511,627,776 bytes"),
+    "text of 2^40 bytes": (
+        header(1) + text("a") + struct.pack("<IQ", 8, 2**40) + PADDING, "text of 1,099,511,627,776 bytes"),
+    "list of 2^60 numbers": (
+        header(1) + text("a") + struct.pack("<IIQ", 9, 4, 2**60) + PADDING, "more than can be in it"),
+    "list of 2^60 texts": (header(1) + text("a") + struct.pack("<IIQ", 9, 8, 2**60) + PADDING, "more than can be in it"),
+    "lists of lists": (header(1) + text("a") + struct.pack("<IIQ", 9, 9, 1) + PADDING, "lists of type 9"),
+    "unknown type of value": (header(1) + text("a") + struct.pack("<I", 99) + PADDING, "type 99"),
+    "the same key twice": (header(2) + 2 * ARCHITECTURE + PADDING, "twice"),
+    "cut in a key": (header(2) + ARCHITECTURE, "middle of its header"),
+    "no architecture": (header(0) + PADDING, "names no architecture"),
+    "unknown architecture": (
+        header(1) + text("general.architecture") + struct.pack("<I", 8) + text("brand\x1b[31mnew") + PADDING,
+        "does not know the GGUF architecture"),
+    "missing keys": (header(1) + ARCHITECTURE + PADDING, "llama.block_count is missing"),
+    "2^40 layers": (
+        header(2) + ARCHITECTURE + text("llama.block_count") + struct.pack("<IQ", 10, 2**40) + PADDING, "no model has over"),
+    "layers as text": (
+        header(2) + ARCHITECTURE + text("llama.block_count") + struct.pack("<I", 8) + text("many") + PADDING,
+        "not a whole number"),
+    "tensor of 2^63 elements": (
+        header(1, 1) + ARCHITECTURE + text("t") + struct.pack("<IQQIQ", 2, 2**62, 2, 0, 0) + PADDING, "elements"),
+    "tensor of no dimension": (header(1, 1) + ARCHITECTURE + text("t") + struct.pack("<I", 0) + PADDING, "0 dimensions"),
+    "tensor of an unknown type": (
+        header(1, 1) + ARCHITECTURE + text("t") + struct.pack("<IQIQ", 1, 32, 4096, 0) + PADDING, "type 4096"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_end_in_one_line(kvctl: Run, tmp_path: Path, name: str) -> None:
+    content, words = HOSTILE[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    start = time.process_time()
+    outcome = kvctl("size", str(path))
+    assert time.process_time() - start < 5
+    assert outcome.code == 1
+    assert words in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+    assert "\x1b" not in outcome.err
+    assert not outcome.out
+
+
+def test_every_cut_of_a_good_file_is_an_answer_or_one_line(kvctl: Run, tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.gguf", "llama", SMOLLM["metadata"]).read_bytes()  # type: ignore[arg-type]
+    path = tmp_path / "cut.gguf"
+    for length in [*range(0, 400, 7), *range(400, len(whole), 997)]:
+        path.write_bytes(whole[:length])
+        outcome = kvctl("size", str(path))
+        assert outcome.code == 1
+        assert outcome.err.startswith("kvctl: error: ")
+
+
+def test_files_of_old_latent_models_are_refused(kvctl: Run, tmp_path: Path) -> None:
+    metadata = dict(oracle()["gguf"]["deepseek-v3"]["metadata"])
+    del metadata["attention.key_length_mla"]
+    outcome = kvctl("size", str(write(tmp_path / "model.gguf", "deepseek2", metadata)))
+    assert outcome.code == 1
+    assert "expanded heads" in outcome.err
