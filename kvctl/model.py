@@ -104,6 +104,7 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         layers=layers,
         dtype=_dtype(found.id, root, text),
         takes_media=_takes_media(root, text),
+        kv_format=_kv_format(root, text),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -184,6 +185,23 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
                 return dtype
             seen = seen or f"{model}: {f.path}{name} is {str(value)[:40]!r}"
     return seen
+
+
+def _kv_format(root: Fields, text: Fields) -> str | None:
+    """The cache format that a checkpoint's quantization_config names: modelopt's and compressed-tensors' spellings."""
+    for f in (root, text):
+        facts = f.raw.get("quantization_config")
+        if not isinstance(facts, Mapping):
+            continue
+        inner = facts.get("quantization")
+        facts = {**inner, **facts} if isinstance(inner, Mapping) else facts
+        scheme = facts.get("kv_cache_scheme") or facts.get("kv_cache_quant_algo")
+        if isinstance(scheme, str):
+            return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(scheme.upper())
+        if isinstance(scheme, Mapping) and scheme.get("type", "float") == "float" and not scheme.get("dynamic"):
+            bits = scheme.get("num_bits")
+            return {8: "fp8", 4: "nvfp4"}.get(bits) if isinstance(bits, int) else None
+    return None
 
 
 def _takes_media(root: Fields, text: Fields) -> bool:

@@ -71,6 +71,11 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         dtype = BF16
         warnings.append(f"the configuration says fp32 and {plan.engine.name} runs that in bf16; --dtype fp32 keeps it")
     usual = plan.engine.cache_format or plain(dtype)
+    if spec.kv_format is not None and plan.engine.follows_checkpoint and plan.key is None and plan.value is None:
+        usual = plan.engine.kv_dtype(spec.kv_format, plan.serving, "--kv-cache-dtype")
+        warnings.append(
+            f"the checkpoint names {spec.kv_format} for the cache and {plan.engine.name} follows; --kv-cache-dtype sets another"
+        )
     fmt = Formats(dtype, plan.key or usual, plan.value or usual)
     if not plan.engine.quantizes and {fmt.key, fmt.value} != {plain(dtype)}:
         raise UsageError(

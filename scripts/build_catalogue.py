@@ -75,6 +75,8 @@ SOURCES = (
 )
 
 Config = dict[str, Any]
+# Of quantization_config: how the weights are packed, and the cache's format that the checkpoint has scales for.
+QUANTIZATION = ("quant_method", "quant_algo", "bits", "format", "kv_cache_scheme", "kv_cache_quant_algo")
 
 
 class Fix(NamedTuple):
@@ -389,7 +391,7 @@ def slim(config: Mapping[str, Any]) -> Config:
     out: Config = {}
     for key, value in config.items():
         if key == "quantization_config" and isinstance(value, dict):
-            out[key] = {k: v for k, v in value.items() if k in ("quant_method", "quant_algo", "bits", "format")}
+            out[key] = {k: v for k, v in value.items() if k in QUANTIZATION and v is not None}
         elif key == "block_configs":
             out[key] = [
                 {"attention": {k: v for k, v in block["attention"].items() if k in _BLOCK and v}} for block in value

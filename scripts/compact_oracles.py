@@ -66,21 +66,29 @@ def layers_of(run: dict[str, Any]) -> list[list[int]] | None:
 
 PLAN = ("args", "tp", "mem", "max_model_len", "cfg_block_size", "num_blocks", "bytes_per_block", "kv_cache_size_tokens",
         "max_concurrency", "bytes_per_max_len_request")  # fmt: skip
-GROUP = ("type", "n_layers", "block_size", "page_size_bytes")
 
 
 def plans(out: Path, source: Path) -> None:
     """The plans of one file; a line for every case."""
     found = json.loads(source.read_text())
-    configs = ",\n".join(f"{json.dumps(name)}:{json.dumps(slim(c))}" for name, c in found["configs"].items())
+    configs = ",\n".join(f"{json.dumps(name)}:{json.dumps(planned(c))}" for name, c in found["configs"].items())
     rows = [
-        json.dumps({"model": case["name"], **{key: case[key] for key in PLAN},
-                    "groups": [[group[key] for key in GROUP] for group in case["groups"]]})
+        json.dumps({"model": case.get("config", case["name"]), **{key: case[key] for key in PLAN},
+                    "groups": [[g["type"], g["n_layers"], g["block_size"],
+                                g.get("group_bytes", g["n_layers"] * g["page_size_bytes"])] for g in case["groups"]]})
         for case in found["cases"]
     ]  # fmt: skip
     head = f'"engine":{json.dumps(found["engine"] + " " + found["version"])}'
-    out.write_text(f'{{{head},\n"configs":{{\n{configs}}},\n"cases":[\n' + ",\n".join(rows) + "]}\n")
+    text = f'{{{head},\n"configs":{{\n{configs}}},\n"cases":[\n' + ",\n".join(rows) + "]}\n"
+    out.write_bytes(gzip.compress(text.encode(), 9, mtime=0) if out.suffix == ".gz" else text.encode())
     print(f"{out}: {len(rows)} cases, {out.stat().st_size:,} bytes")
+
+
+def planned(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without idle parts, but with the cache's format that its quantisation names."""
+    facts = config.get("quantization_config") or {}
+    kept = {key: facts[key] for key in ("kv_cache_scheme", "kv_cache_quant_algo", "quantization") if facts.get(key)}
+    return {**slim(config), **({"quantization_config": kept} if kept else {})}
 
 
 LOG = re.compile(r"llama_kv_cache: size|llama_kv_cache_(iswa|dsa): creating|llama_memory_recurrent: size")

@@ -48,6 +48,8 @@ class Engine(Record):
     """Whether it reserves memory ahead: `planner` has its rules."""
     auto_fp32: bool = True
     """Whether a model whose config says fp32 runs so without being told."""
+    follows_checkpoint: bool = False
+    """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
     options: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ VLLM = Engine(
     summary="what vLLM's planner reserves: blocks, groups and the capacity that its log prints",
     plans=True,
     auto_fp32=False,
+    follows_checkpoint=True,
     options=(
         "--device", "--kv-budget", "--tensor-parallel-size", "--block-size", "--max-num-batched-tokens",
         "--enable-prefix-caching", "--disable-hybrid-kv-cache-manager",

@@ -98,8 +98,7 @@ def kv_dtype(name: str, serving: Serving, option: str) -> CacheFormat:
             + ("a format of vLLM that kvctl does not count yet" if known else "no format that vLLM has"),
             hint="one of auto, " + ", ".join(KV_DTYPES),
         )
-    # Measured with 0.32: the CPU's kernel stores no scales beside the rows.
-    return fmt.replace(head_bytes=0) if serving.device == "cpu" and fmt.head_bytes else fmt
+    return fmt
 
 
 def rules_for(version: str | None) -> tuple[Rules, str | None]:
@@ -143,6 +142,8 @@ class _Spec(Record):
     """Bytes of one token; 0 for states."""
     block: int
     limit: int = 0
+    step: int = 32
+    """What a CPU's window kernel wants a block to be a multiple of."""
     page: int = 0
     """Bytes of a block, padding included."""
     checkpoints: int = 0
@@ -208,10 +209,37 @@ def _state_bytes(states: list[LayerState], model_type: str, fmt: Formats, ranks:
     return total, checkpoints
 
 
+def _latent_row(state: LatentAttention, fmt: CacheFormat) -> int:
+    """Bytes of one token's latent."""
+    width = state.latent + state.rope
+    if fmt.name == _DS_MLA.name and width != _DS_MLA.block:
+        raise UsageError(f"--kv-cache-dtype fp8_ds_mla is for latents of 512 + 64, not of {width}")
+    if fmt.name == "nvfp4":
+        raise UsageError("vLLM does not keep latents in nvfp4", hint="--kv-cache-dtype fp8")
+    # Two scales, as if there were values of their own.
+    return fmt.row_bytes(width, 0) + 2 * fmt.head_bytes
+
+
+def _attention(state: Attention, fmt: Formats, heads: int, cpu: bool) -> _Spec:
+    keys, values = heads * state.key_dim, heads * state.value_dim
+    if cpu and fmt.key.name in KV_DTYPES and fmt.key.name not in ("float16", "bfloat16"):
+        # The CPU's kernel packs nothing and stores no scales beside the rows: a byte an element.
+        token = keys + values
+    else:
+        token = fmt.key.row_bytes(keys, heads) + fmt.value.row_bytes(values, heads)
+    # Keys and values of different widths run on a kernel of their own.
+    step = 32 if state.key_dim == state.value_dim else 16
+    if isinstance(state, SlidingWindow):
+        return _Spec("window", token, 0, state.window, step)
+    if isinstance(state, ChunkedAttention):
+        return _Spec("chunk", token, 0, state.chunk)
+    return _Spec("full", token, 0)
+
+
 _STATES = {("conv",), ("conv", "delta"), ("conv", "kda"), ("conv", "ssm")}
 
 
-def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int) -> list[_Spec]:
+def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool) -> list[_Spec]:
     """Specs of one layer, block size still open (0)."""
     specs: list[_Spec] = []
     states: list[LayerState] = []
@@ -221,10 +249,7 @@ def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int) -> list[_
         if isinstance(state, (ConvState, RecurrentState)):
             states.append(state)
         elif isinstance(state, LatentAttention) and state.window is None:
-            row = state.latent + state.rope
-            if fmt.key.name == _DS_MLA.name and row != _DS_MLA.block:
-                raise UsageError(f"--kv-cache-dtype fp8_ds_mla is for latents of 512 + 64, not of {row}")
-            specs.append(_Spec("latent", fmt.key.row_bytes(row), 0))
+            specs.append(_Spec("latent", _latent_row(state, fmt.key), 0))
         elif isinstance(state, Indexer) and state.stride == 1 and state.dim % 128 == 0 and specs:
             # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
             specs.append(_Spec("indexer", state.dim + state.dim // 128 * 4, 0))
@@ -234,18 +259,9 @@ def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int) -> list[_
                 raise UsageError(
                     "--kv-cache-dtype fp8_ds_mla is for latent attention; this model keeps keys and values"
                 )
-            heads = _heads(state.kv_heads, ranks)
             if not state.value_dim or (isinstance(state, FullAttention) and state.prefix):
                 raise _unknown(spec, state)
-            token = fmt.key.row_bytes(heads * state.key_dim, heads) + fmt.value.row_bytes(
-                heads * state.value_dim, heads
-            )
-            if isinstance(state, SlidingWindow):
-                specs.append(_Spec("window", token, 0, state.window))
-            elif isinstance(state, ChunkedAttention):
-                specs.append(_Spec("chunk", token, 0, state.chunk))
-            else:
-                specs.append(_Spec("full", token, 0))
+            specs.append(_attention(state, fmt, _heads(state.kv_heads, ranks), cpu))
         else:
             raise _unknown(spec, state)
     if states:
@@ -269,6 +285,9 @@ def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
 # -- the plan -------------------------------------------------------------------------------
 
 
+_ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba")
+
+
 class _Settings(Record):
     """Options with vLLM's defaults filled in."""
 
@@ -277,6 +296,7 @@ class _Settings(Record):
     block: int
     batched: int
     in_flight: int
+    block_given: bool
     aligned: bool
     """Recurrent states live at block boundaries, for prefix caching."""
 
@@ -297,13 +317,13 @@ def plan(
     ranks = serving.tensor_parallel or 1
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
-    by_layer = [(layer, _specs_of(layer, spec, fmt, ranks)) for layer, _ in spec.groups]
+    by_layer = [(layer, _specs_of(layer, spec, fmt, ranks, serving.device == "cpu")) for layer, _ in spec.groups]
     every = [item for _, specs in by_layer for item in specs]
     if not every:
         raise ConfigError(f"{spec.model_type[:60]}: nothing that vLLM would cache")
     if not rules.hybrid and any(item.kind == "state" for item in every):
         raise ConfigError(f"vLLM {_dotted(rules.since)} does not serve recurrent layers from its KV cache")
-    settings = _settings(serving, rules, every, context, warnings)
+    settings = _settings(spec, serving, rules, every, context, warnings)
     block, padded = _block_size(settings, every, reasons)
     specs_of = {
         id(layer): [_placed(item, settings, block, padded, context) for item in specs] for layer, specs in by_layer
@@ -368,13 +388,16 @@ def _log(
     return (f"{size}, {limit}",) if rules.capacity == "concurrency" else (size, limit)
 
 
-def _settings(serving: Serving, rules: Rules, specs: list[_Spec], context: int, warnings: list[str]) -> _Settings:
+def _settings(
+    spec: ModelSpec, serving: Serving, rules: Rules, specs: list[_Spec], context: int, warnings: list[str]
+) -> _Settings:
     cpu = serving.device == "cpu"
     kinds = {item.kind for item in specs}
     latent = "latent" in kinds
     block, batched = serving.block_size, serving.max_batched
-    # Models of states alone do not cache prefixes unless told to.
-    caching = serving.prefix_caching if serving.prefix_caching is not None else kinds != {"state"}
+    # Classes without any attention do not cache prefixes unless told to.
+    caching = serving.prefix_caching if serving.prefix_caching is not None else spec.model_type not in _ATTENTION_FREE
+    ranks = serving.tensor_parallel or 1
     if cpu and latent:
         if "indexer" in kinds or "state" in kinds:
             raise ConfigError("kvctl does not know vLLM's plan for this latent attention on a CPU")
@@ -386,13 +409,16 @@ def _settings(serving: Serving, rules: Rules, specs: list[_Spec], context: int, 
         if latent:
             warnings.append("block size 64, as FlashMLA on a Hopper GPU has it; --block-size sets another backend's")
     if batched is None:
-        batched = 2048 if cpu else 8192
+        batched = 2048 * ranks if cpu else 8192
         if kinds & {"window", "chunk"} and not cpu:
             warnings.append(
                 "8,192 batched tokens, vLLM's default on a GPU of 70 GiB and more; --max-num-batched-tokens sets it"
             )
     batches = 2 if rules.overlapped and not cpu else 1
-    return _Settings(cpu, serving.tensor_parallel or 1, block, batched, batches * batched, caching and "state" in kinds)
+    if cpu and "state" in kinds:
+        warnings.append("on a CPU with AVX512-BF16 vLLM keeps Mamba and delta states in float32, which takes more")
+    return _Settings(cpu, ranks, block, batched, batches * batched, serving.block_size is not None,
+                     caching and "state" in kinds)  # fmt: skip
 
 
 def _block_size(settings: _Settings, specs: list[_Spec], reasons: list[str]) -> tuple[int, int]:
@@ -410,6 +436,8 @@ def _block_size(settings: _Settings, specs: list[_Spec], reasons: list[str]) -> 
         step = max(step, 128)
     page = max(pages)
     needed = step * -(-page // (step * token))
+    if settings.cpu:
+        needed = -(-needed // 32) * 32
     if block < needed:
         reasons.append(
             f"a block holds {needed:,} tokens so that a page of attention is as large as a recurrent state "
@@ -424,10 +452,12 @@ def _block_size(settings: _Settings, specs: list[_Spec], reasons: list[str]) -> 
 def _placed(item: _Spec, settings: _Settings, block: int, padded: int, context: int) -> _Spec:
     """A spec with its block size and page."""
     if item.kind == "state":
-        return item.replace(block=block if settings.aligned else context, page=max(item.page, padded))
+        # Without any attention the block is set before a platform's default is.
+        aligned = block if padded or settings.block_given else 16
+        return item.replace(block=aligned if settings.aligned else context, page=max(item.page, padded))
     if item.kind == "window" and settings.cpu:
         # The CPU's kernel takes multiples of 32 only, and windows choose their own block.
-        return _sized(item, max(32, block // 32 * 32))
+        return _sized(item, max(item.step, block // item.step * item.step))
     return _sized(item, block)
 
 

@@ -29,6 +29,10 @@ def latent_of(f: Fields) -> LatentAttention:
 def latent(f: Fields) -> Layers:
     """Every layer keeps a latent."""
     layer = Layer((latent_of(f),))
+    if f.type == "minicpm3":
+        # vLLM runs this one with expanded heads, values padded to the width of keys.
+        width = f.number("qk_nope_head_dim") + f.number("qk_rope_head_dim")
+        layer = Layer(layer.states, {"vllm": (FullAttention(f.number("num_attention_heads"), width, width),)})
     return build(f, p.layer_kinds(f, p.all_of(p.FULL)), {p.FULL: lambda f: layer})
 
 

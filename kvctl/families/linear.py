@@ -56,7 +56,13 @@ def gated_delta_layer(f: Fields) -> Layer:
     states = gated_delta_states(f)
     conv, delta = states
     assert isinstance(delta, RecurrentState)
-    return Layer(states, {} if delta.dtype is FP32 else {"transformers": (conv, delta.replace(dtype=FP32))})
+    stored: dict[str, States] = {}
+    if delta.dtype is not FP32:
+        stored["transformers"] = (conv, delta.replace(dtype=FP32))
+    if "mamba_ssm_dtype" not in f.raw:
+        # vLLM follows what the file says, and without it the model's dtype.
+        stored["vllm"] = (conv, delta.replace(dtype=None))
+    return Layer(states, stored)
 
 
 def gated_delta(f: Fields) -> Layers:
