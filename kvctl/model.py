@@ -105,6 +105,7 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         dtype=_dtype(found.id, root, text),
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
+        attention_heads=_attention_heads(text),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -185,6 +186,12 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
                 return dtype
             seen = seen or f"{model}: {f.path}{name} is {str(value)[:40]!r}"
     return seen
+
+
+def _attention_heads(text: Fields) -> int | None:
+    """Query heads that the file names, where it is one number for all layers."""
+    value = text.raw.get("num_attention_heads", text.raw.get(text.stored_name("num_attention_heads")))
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _kv_format(root: Fields, text: Fields) -> str | None:

@@ -80,7 +80,7 @@ def read_serving(
     for option, value, most in (
         ("--tensor-parallel-size", tensor_parallel, 1024),
         ("--block-size", block_size, 2**20),
-        ("--parallel", slots, 4096),
+        ("--parallel", slots, 256),
         ("--ubatch-size", ubatch, 2**20),
     ):
         if value is not None and not 1 <= value <= most:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvctl.reports import LayerRow, SizeReport, SizeResult
-from kvctl.units import format_bytes, format_count
+from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
     copies_words,
     engine_words,
@@ -168,6 +168,12 @@ def _one(screen: Screen, result: SizeResult) -> None:
             (name.ljust(names + 2), "dim"), (size.rjust(sizes), "bold" if index == 0 else ""), "  ", one_line(detail)
         )
         screen.line(text, indent=names + sizes + 4)
+    if result.allocation is not None and result.allocation.log:
+        screen.line()
+        screen.line("its log will say", "bold")
+        for line in result.allocation.log:
+            # In one piece, to be compared with the real one.
+            screen.console.print(Text("  " + line), soft_wrap=True)
 
 
 def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
@@ -210,18 +216,21 @@ def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:
     plan = result.allocation
     if plan is None:
         return []
-    held = f"{plan.reserved_bytes // plan.bytes_per_block:,} blocks × {plan.bytes_per_block:,} bytes"
     ranks = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
-    blocks = f": {held}" if plan.blocks_are_alike else ""
+    blocks = ""
+    if plan.blocks_are_alike:
+        held = plural(plan.reserved_bytes // plan.bytes_per_block, "block")
+        blocks = f": {held} × {plan.bytes_per_block:,} bytes"
     rows = [("reserved", format_bytes(plan.reserved_bytes), f"{plan.reserved_bytes:,} bytes{ranks}{blocks}")]
     if plan.blocks_are_alike:
         sizes = dict.fromkeys(f"{group.block_size:,}" for group in plan.groups)
         rows.append(("", "", "blocks of " + " and ".join(sizes) + " tokens"))
     rows += [("", "", reason) for reason in plan.reasons]
     if plan.capacity_tokens is not None and plan.kv_budget_bytes is not None:
-        fits = f"{plan.num_blocks:,} blocks" if plan.blocks_are_alike else f"up to --ctx {plan.capacity_tokens}"
+        fits = plural(plan.num_blocks or 0, "block")
+        if not plan.blocks_are_alike:
+            fits = f"up to --ctx {plan.capacity_tokens}" if plan.capacity_tokens else "no context fits"
         rows.append(("budget", format_bytes(plan.kv_budget_bytes), f"{plan.kv_budget_bytes:,} bytes: {fits}"))
-    rows += [("" if index else "its log", "", line) for index, line in enumerate(plan.log)]
     return rows
 
 

@@ -50,6 +50,11 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
     warnings: list[str] = []
+    if plan.engine.plans and plan.beams > 1:
+        raise UsageError(f"{plan.engine.name} reserves by request, not by beam", hint="--sequences, without --beams")
+    if plan.engine.plans and (plan.image_tokens or plan.audio_tokens):
+        raise UsageError(f"positions of images and audio are part of --ctx in {plan.engine.name}",
+                         hint="name the whole length with --ctx")  # fmt: skip
     if (
         plan.value is not None
         and plan.value != plan.key
@@ -83,7 +88,9 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             hint="--dtype sets that; other formats of the cache: --engine ideal",
         )
     work = _workload(spec, context, plan, warnings)
-    if spec.max_context is not None and work.context > spec.max_context:
+    # llama.cpp divides --ctx over slots with a stream of their own.
+    shares = plan.serving.slots if plan.serving.slots is not None and not plan.serving.unified else 1
+    if spec.max_context is not None and work.context > spec.max_context * shares:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
 
     engine, keep = plan.engine, plan.engine.retention

@@ -337,6 +337,8 @@ class ModelSpec(Record):
     takes_media: bool = True
     default_encoder: int | None = None
     """Encoder positions of a full input (audio, image), where the config names them."""
+    attention_heads: int | None = None
+    """Query heads, where the config names them."""
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
     cross_input: str = ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -212,6 +214,79 @@ def test_every_cut_of_a_good_file_is_an_answer_or_one_line(kvctl: Run, tmp_path:
         outcome = kvctl("size", str(path))
         assert outcome.code == 1
         assert outcome.err.startswith("kvctl: error: ")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(kvctl: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.gguf")
+    outcome = kvctl("size", str(tmp_path / "x.gguf"))
+    assert outcome.code == 1
+    assert "not a regular file" in outcome.err
+
+
+def test_a_long_text_is_not_read_whole(kvctl: Run, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    length = 400 * 2**20
+    with open(path, "wb") as file:
+        file.write(header(2) + ARCHITECTURE + text("a") + struct.pack("<IQ", 8, length))
+        file.truncate(file.tell() + length + 64)
+    tracemalloc.start()
+    outcome = kvctl("size", str(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert outcome.code == 1
+    assert "llama.block_count is missing" in outcome.err
+    assert peak < 20 * 2**20
+
+
+def test_another_name_and_data_that_is_not_there(kvctl: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "sha256-0123", "llama", SMOLLM["metadata"])  # type: ignore[arg-type]
+    outcome = kvctl("size", str(path), "--ctx", "100")
+    assert outcome.code == 0
+    assert "cut short" in outcome.err
+
+
+def test_a_later_part_alone_names_the_first(kvctl: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "m-00002-of-00003.gguf", "llama", {})
+    outcome = kvctl("size", str(path))
+    assert outcome.code == 1
+    assert "m-00001-of-00003.gguf" in outcome.err
+
+
+def test_windows_in_the_file_count_where_the_engine_keeps_them(kvctl: Run, tmp_path: Path) -> None:
+    metadata = SMOLLM["metadata"] | {"attention.sliding_window": 50}  # type: ignore[operator]
+    path = str(write(tmp_path / "m.gguf", "llama", metadata))
+    ideal = kvctl("size", path, "--ctx", "100", "--json").json["results"][0]
+    assert ideal["kv_bytes"] == 50 * 23_040
+    kept = kvctl("size", path, "--ctx", "256", "--json", "--engine", "llama.cpp", "-np", "1").json["results"][0]
+    assert kept["allocation"]["reserved_bytes"] == 256 * 23_040
+    other = write(tmp_path / "n.gguf", "qwen3", metadata | {"attention.key_length": 64, "attention.value_length": 64})
+    assert "does not know which layers have it" in kvctl("size", str(other)).err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "words"),
+    [
+        ("llama", {"nextn_predict_layers": 1}, "nextn_predict_layers"),
+        ("glm4moe", {"nextn_predict_layers": 30}, "no layers are left"),
+        ("gemma3", {"attention.sliding_window": 16, "attention.sliding_window_pattern": [2] * 30}, "true and false"),
+        ("llama", {"attention.head_count_kv": [3] * 29 + [0]}, "without attention"),
+        ("llama", {"attention.value_length": 32}, "keys of 64 and values of 32"),
+    ],
+)
+def test_keys_that_contradict_are_refused(
+    kvctl: Run, tmp_path: Path, architecture: str, change: Json, words: str
+) -> None:
+    path = write(tmp_path / "m.gguf", architecture, SMOLLM["metadata"] | change)  # type: ignore[operator]
+    outcome = kvctl("size", str(path), "--ctx", "100")
+    assert outcome.code == 1
+    assert words in outcome.err
+
+
+def test_openelm_has_head_counts_for_each_layer(kvctl: Run, tmp_path: Path) -> None:
+    metadata = {"context_length": 2048, "embedding_length": 1280, "block_count": 3, "attention.head_count": [12, 16, 20],
+                "attention.head_count_kv": [3, 4, 5], "attention.key_length": 64, "attention.value_length": 64}  # fmt: skip
+    path = write(tmp_path / "m.gguf", "openelm", metadata)
+    assert kvctl("size", str(path), "--ctx", "100", "--json").json["results"][0]["kv_bytes"] == 100 * 12 * 64 * 2 * 2
 
 
 def test_files_of_old_latent_models_are_refused(kvctl: Run, tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ def test_a_budget_says_how_long_the_context_may_be(kvctl: Run) -> None:
         (("Qwen3-32B", "--sequences", "2"), "--parallel N"),
         (("Qwen3-32B", "--ctx", "0"), "model's own maximum"),
         (("Qwen3-32B", "-np", "0"), "out of range"),
+        (("Qwen3-32B", "-np", "300"), "out of range"),
+        (("Qwen3-32B", "--beams", "2"), "by request, not by beam"),
         (("Qwen3-32B", "-fa", "maybe"), "unknown flash-attn"),
         (("Qwen3-32B", "--block-size", "16"), "no use for it"),
         (("whisper-large-v3",), "does not know how llama.cpp stores"),
@@ -147,3 +149,28 @@ def test_heads_that_do_not_fill_a_block_are_refused(kvctl: Run) -> None:
     outcome = kvctl("size", "-", "--engine", "llama.cpp", "--ctx", "4k", "-ctk", "q8_0", stdin=json.dumps(config))
     assert outcome.code == 2
     assert "heads of 40 elements" in outcome.err
+
+
+def test_models_without_a_cache_that_grows_have_a_table(kvctl: Run) -> None:
+    outcome = kvctl("size", "-", "--engine", "llama.cpp", "--ctx", "4k", "-np", "1", "--kv-budget", "1GiB",
+                    stdin=json.dumps(configs()["mamba2-2.7b"]))  # fmt: skip
+    assert outcome.code == 0
+    # R 64 · 3 · 5,376 · 4 B and S 64 · 80 · 64 · 128 · 4 B
+    assert f"{64 * 3 * 5376 * 4 + 64 * 80 * 64 * 128 * 4:,} bytes" in outcome.out
+    assert "llama_memory_recurrent: size =  163.94 MiB" in outcome.out
+
+
+def test_a_physical_batch_is_never_more_than_a_logical_one(kvctl: Run) -> None:
+    # 1,024 + 2,048 cells for -ub 8192, and 1,024 + 512 for the default
+    big = allocation(kvctl, "gemma3-27b", "--ctx", "128k", "-np", "1", "-ub", "8192")
+    assert "size =  3072 cells".replace("  ", " ") in " ".join(big["log"])
+    assert any("2,048 tokens" in reason for reason in big["reasons"])
+
+
+def test_slots_of_their_own_each_have_the_models_maximum(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-32B", "--ctx", "160k", "--engine", "llama.cpp", "-np", "4", "--kv-budget", "80GiB")
+    assert "beyond the model" not in outcome.err
+    # 40,960 for each of 4 slots
+    assert "up to --ctx 163840" in outcome.out
+    small = kvctl("size", "Qwen3-32B", "--ctx", "160k", "--engine", "llama.cpp", "-np", "1")
+    assert "beyond the model" in small.err

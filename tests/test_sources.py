@@ -129,7 +129,7 @@ def tensors(path: Path, **shapes: tuple[str, list[int], int]) -> None:
         (b'{"a": "\xe9"}', "is not UTF-8 text (byte 7)"),
         ('{"a": 1}'.encode("utf-16"), "is UTF-16 text, not UTF-8"),
         (b"\n<!DOCTYPE html><html>Sign in</html>", "looks like a web page, not JSON"),
-        (b"GGUF\x03\0\0\0", "is a GGUF file"),
+        (b"GGUF\x03\0\0\0", "is too short for a GGUF header"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "is a git-lfs pointer"),
         (b"PK\x03\x04rest", "is a zip archive"),
         (struct.pack("<Q", 2) + b"{}", "is a safetensors file (weights), not a configuration"),

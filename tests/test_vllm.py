@@ -212,7 +212,12 @@ def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
         (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "turboquant_k8v4"), "does not count yet"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "fp8_ds_mla"), "latent attention"),
         (("Qwen3-32B", "--engine", "vllm", "--k-dtype", "fp8"), "one format"),
-        (("Qwen3-32B", "--engine", "vllm", "-tp", "3"), "neither divides 8 KV heads"),
+        (("Qwen3-32B", "--engine", "vllm", "-tp", "3"), "does not divide the 64 attention heads"),
+        (("Qwen3-32B", "--engine", "vllm", "-tp", "128"), "does not divide the 64 attention heads"),
+        (("Qwen3-32B", "--engine", "vllm@0.²"), "no version of vLLM"),
+        (("Qwen3-32B", "--engine", "vllm", "--beams", "4"), "by request, not by beam"),
+        (("Qwen3-32B", "--engine", "vllm", "--image-tokens", "9"), "part of --ctx"),
+        (("Qwen3-32B", "--engine", "vllm@0.11", "--kv-dtype", "int4_per_token_head"), "not known of vLLM 0.11"),
         (("Qwen3-32B", "--engine", "vllm", "-tp", "0"), "out of range"),
         (("Qwen3-32B", "--engine", "vllm", "--block-size", "20"), "no multiple of 16"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "16 apples"), "not an amount of memory"),
@@ -239,6 +244,14 @@ def test_a_budget_too_small_for_one_request_says_so(kvctl: Run) -> None:
     # 32,768/16 blocks needed; 2^30 / 4 MiB = 256 there
     assert "needs 2,048 blocks" in outcome.err
     assert "holds 256" in outcome.err
+    assert "KV cache size" not in outcome.out
+
+
+def test_more_requests_than_the_budget_holds_say_so(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-32B", "--engine", "vllm", "--ctx", "32k", "-n", "10", "--kv-budget", "20GiB")
+    # 10 · 2,048 blocks of 4 MiB; 20 GiB hold 5,120
+    assert "10 requests of this length need 20,480 blocks, and the budget holds 5,120" in outcome.err
+    assert "GPU KV cache size" in outcome.out
 
 
 def test_fp32_models_run_in_bf16(kvctl: Run) -> None:

@@ -39,7 +39,7 @@ KV_TYPES = {
 """What --cache-type-k and --cache-type-v take."""
 
 _KEEPS_WINDOWS = ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "llama4", "cohere2", "exaone4", "olmo3")
-_IGNORES_WINDOWS = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "starcoder2")
+_IGNORES_WINDOWS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "starcoder2")
 """Model types by what their architecture in llama.cpp does: the second group stores every token."""
 
 
@@ -96,6 +96,10 @@ def _layout(context: int, serving: Serving) -> _Plan:
     if unified or slots == 1:
         return _Plan(total, total, 1, slots, unified)
     each = _pad(total // slots)
+    if not each:
+        raise UsageError(
+            f"--parallel {slots} leaves no token of --ctx for a slot", hint="--kv-unified shares one cache"
+        )
     return _Plan(each * slots, each, slots, slots, unified)
 
 
@@ -118,6 +122,8 @@ def plan(
     caches, r_bytes, s_bytes = _caches(spec, fmt, serving)
     laid = _layout(context, serving)
     reasons: list[str] = []
+    if serving.ubatch is not None and serving.ubatch > _ubatch(serving, laid):
+        reasons.append(f"a physical batch is never more than the logical one of {_ubatch(serving, laid):,} tokens")
     if serving.slots is None:
         reasons.append("4 slots on one unified cache, as llama-server has it; --parallel sets another number")
     if laid.context != context:
@@ -145,7 +151,7 @@ def plan(
         if cache.reach and cells < laid.cells:
             times = f"{laid.slots} × " if laid.unified and laid.slots > 1 else ""
             reasons.append(
-                f"windows hold {times}{cache.reach:,} + {_ubatch(serving):,} tokens of a batch: {cells:,} cells"
+                f"windows hold {times}{cache.reach:,} + {_ubatch(serving, laid):,} tokens of a batch: {cells:,} cells"
             )
     if r_bytes or s_bytes:
         size = (r_bytes + s_bytes) * laid.slots
@@ -158,13 +164,14 @@ def plan(
             f"S (f32): {s_bytes * laid.slots / MIB:7.2f} MiB, P (f32):    0.00 MiB"
         )
         reasons.append(f"recurrent states are float32, one for each of {plural(laid.slots, 'slot')}")
-    if spec.model_type.startswith(_IGNORES_WINDOWS) and any(
+    if spec.model_type in _IGNORES_WINDOWS and any(
         isinstance(state, SlidingWindow) for layer, _ in spec.groups for state in layer.states
     ):
         reasons.append("llama.cpp keeps every token of this architecture's windowed layers")
     block = PAD * sum(cache.row for cache in caches if not cache.reach)
     budget = serving.kv_budget
-    capacity = _largest(spec, fmt, serving, budget, caches, r_bytes + s_bytes) if budget is not None else None
+    # Without a cache that grows there is no longest context to find.
+    capacity = _largest(spec, fmt, serving, budget, caches, r_bytes + s_bytes) if budget is not None and block else None
     warnings = []
     if budget is not None and total > budget:
         warnings.append(f"the cache takes {total:,} bytes, more than the budget of {budget:,}")
@@ -192,15 +199,16 @@ def _name(fmt: CacheFormat) -> str:
     return {"fp16": "f16", "fp32": "f32"}.get(fmt.name, fmt.name)
 
 
-def _ubatch(serving: Serving) -> int:
-    return serving.ubatch or 512
+def _ubatch(serving: Serving, laid: _Plan) -> int:
+    """Tokens of a physical batch: no more than a logical one (2,048), or than there are cells."""
+    return min(serving.ubatch or 512, 2048, laid.context)
 
 
 def _cells(cache: _Cache, laid: _Plan, serving: Serving) -> int:
     """Cells of one stream."""
     if not cache.reach or serving.swa_full:
         return laid.cells
-    return min(laid.cells, _pad(cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving)))
+    return min(laid.cells, _pad(cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving, laid)))
 
 
 def _largest(spec: ModelSpec, fmt: Formats, serving: Serving, budget: int, caches: list[_Cache], state: int) -> int:
@@ -211,8 +219,9 @@ def _largest(spec: ModelSpec, fmt: Formats, serving: Serving, budget: int, cache
         held = sum(_cells(cache, laid, serving) * cache.row for cache in caches) * laid.streams
         return held + state * laid.slots
 
-    step = PAD * _layout(PAD, serving).streams
-    low, high = 0, (spec.max_context or 2**24) // step
+    streams = _layout(2**24, serving).streams
+    step = PAD * streams
+    low, high = 0, (spec.max_context or 2**24) // PAD
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if takes(middle * step) <= budget else (low, middle - 1)
@@ -276,10 +285,10 @@ def _kind(spec: ModelSpec, state: LayerState) -> tuple[str, int]:
     if isinstance(state, FullAttention):
         return FullAttention.kind, 0
     if not spec.model_type.startswith(_KEEPS_WINDOWS):
-        if spec.model_type.startswith(_IGNORES_WINDOWS):
+        if spec.model_type in _IGNORES_WINDOWS:
             return FullAttention.kind, 0
         raise ConfigError(
-            f"{spec.model_type[:60]}: kvctl does not know whether llama.cpp keeps this architecture's windows apart",
+            f"{spec.id}: kvctl does not know whether llama.cpp keeps this architecture's windows apart",
             hint="--engine ideal says what the architecture needs",
         )
     if isinstance(state, SlidingWindow):
@@ -296,6 +305,6 @@ def _fits(fmt: CacheFormat, width: int) -> None:
 
 def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
     return ConfigError(
-        f"{spec.model_type[:60]}: kvctl does not know how llama.cpp stores its {state.kind.replace('_', ' ')} yet",
+        f"{spec.id}: kvctl does not know how llama.cpp stores its {state.kind.replace('_', ' ')} yet",
         hint="--engine ideal says what the architecture needs",
     )

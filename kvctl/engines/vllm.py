@@ -107,7 +107,7 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     if version is None:
         return newest, None
     parts = version.lower().removeprefix("v").split(".")
-    if not 2 <= len(parts) <= 4 or not all(part.isdigit() and len(part) < 5 for part in parts):
+    if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
         raise UsageError(f"--engine: {version[:40]!r} is no version of vLLM", hint="for example vllm@0.11")
     asked = (int(parts[0]), int(parts[1]))
     if not RULES[0].since <= asked <= newest.since:
@@ -277,7 +277,7 @@ def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool
 
 def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
     return ConfigError(
-        f"{spec.model_type[:60]}: kvctl does not know how vLLM stores its {state.kind.replace('_', ' ')} yet",
+        f"{spec.id}: kvctl does not know how vLLM stores its {state.kind.replace('_', ' ')} yet",
         hint="--engine ideal says what the architecture needs",
     )
 
@@ -315,6 +315,12 @@ def plan(
         raise UsageError("--ctx 0: vLLM needs a maximum length of at least one token")
     rules, doubt = rules_for(version)
     ranks = serving.tensor_parallel or 1
+    if spec.attention_heads is not None and spec.attention_heads % ranks:
+        raise UsageError(f"--tensor-parallel-size {ranks} does not divide the {spec.attention_heads} attention heads",
+                         hint="vLLM refuses this split")  # fmt: skip
+    if rules.since < (0, 32) and (fmt.key.head_bytes or fmt.key.name == "nvfp4"):
+        raise UsageError(f"--kv-cache-dtype {fmt.key.name}: not known of vLLM {_dotted(rules.since)}",
+                         hint="one of auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2")  # fmt: skip
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
     by_layer = [(layer, _specs_of(layer, spec, fmt, ranks, serving.device == "cpu")) for layer, _ in spec.groups]
@@ -341,6 +347,7 @@ def plan(
     budget = serving.kv_budget
     num_blocks = budget // bytes_per_block if budget is not None else None
     concurrency = capacity = reported = None
+    starts = False
     if num_blocks is not None:
         concurrency = num_blocks / request
         # Through a float, as vLLM does: its log shows the result of exactly this.
@@ -351,7 +358,13 @@ def plan(
             "groups": num_blocks // len(groups) * smallest,
             "concurrency": capacity,
         }[rules.capacity]
-        if num_blocks - 1 < request:
+        starts = num_blocks - 1 >= request
+        if starts and reserved > num_blocks * bytes_per_block:
+            warnings.append(
+                f"{plural(sequences, 'request')} of this length need {sequences * request:,} blocks, and the budget holds "
+                f"{num_blocks:,}: some would wait"
+            )
+        if not starts:
             warnings.append(
                 f"vLLM would not start: one request of {context:,} tokens needs {request:,} blocks, "
                 f"and the budget holds {num_blocks:,}, one of them set aside"
@@ -370,7 +383,7 @@ def plan(
         max_concurrency=concurrency,
         per_rank=tuple(RankRow(rank, bytes_per_block, reserved) for rank in range(ranks)),
         groups=rows,
-        log=_log(rules, serving, context, reported, concurrency),
+        log=_log(rules, serving, context, reported, concurrency) if starts else (),
         reasons=tuple(reasons),
         warnings=tuple(warnings),
     )

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvctl.spec import Provenance, Weights
 
 _MAGIC = b"GGUF"
 _MOST_KEYS, _MOST_TENSORS, _LONGEST_ARRAY, _LONGEST_NAME = 100_000, 1_000_000, 4_000_000, 65_535
+_LONGEST_HEADER = 2**29  # bytes; with a vocabulary of a million words it is some 30 MB
+_MOST_ELEMENTS = 2**44
 _KEPT_ARRAY = 10_000  # entries: one a layer, not one a word of a vocabulary
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -46,6 +49,8 @@ class Header(Record):
     tensors: int
     bytes: int
     elements: int
+    cut: bool
+    """Whether the file ends before the tensors' data does."""
 
 
 def from_file(path: Path, where: str) -> Found:
@@ -57,19 +62,26 @@ def from_file(path: Path, where: str) -> Found:
 
     """
     first, others = _parts(path)
+    if first != path and not first.exists():
+        raise SourceError(f"{where} is one part of several, and the first is not beside it",
+                          hint=f"the metadata is in {jsonfile.plain(first.name)}")  # fmt: skip
     header = read_header(first, jsonfile.plain(str(first)))
-    total, elements, missing = header.bytes, header.elements, 0
+    total, elements, missing, cut = header.bytes, header.elements, 0, header.cut
     for other in others:
         if not other.is_file():
             missing += 1
             continue
         part = read_header(other, jsonfile.plain(str(other)))
-        total, elements = total + part.bytes, elements + part.elements
+        total, elements, cut = total + part.bytes, elements + part.elements, cut or part.cut
     notes: tuple[str, ...] = ()
     weights: Weights | None = Weights(total, elements, "the tensors of the GGUF file")
     if missing:
         weights = None
         notes = (f"weights unknown: {missing} of {len(others) + 1} parts are not here",)
+    elif not total:
+        weights, notes = None, ("weights unknown: the file has no tensors",)
+    elif cut:
+        notes = ("the file is cut short: its tensors' data is not all there; weights are those that its header lists",)
     from kvctl.sources.gguf_config import to_config
 
     return Found(
@@ -90,12 +102,14 @@ def _parts(path: Path) -> tuple[Path, list[Path]]:
 def read_header(path: Path, where: str) -> Header:
     """Metadata and tensor sizes of one file."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SourceError(f"{where} is not a regular file", hint="give a .gguf file")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
                 raise _broken(where, "is too short for a GGUF header") if file.read(4) == _MAGIC else _no_gguf(where)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(data, size, where).header()
+            with mmap.mmap(file.fileno(), min(size, _LONGEST_HEADER), access=mmap.ACCESS_READ) as data:
+                return _Reader(data, min(size, _LONGEST_HEADER), size, where).header()
     except OSError as error:
         if error.errno == errno.ENODEV:
             raise _no_gguf(where) from None
@@ -117,8 +131,8 @@ def _broken(where: str, what: str) -> ConfigError:
 class _Reader:
     """A place in a mapped file."""
 
-    def __init__(self, data: mmap.mmap, size: int, where: str) -> None:
-        self.data, self.size, self.where = data, size, where
+    def __init__(self, data: mmap.mmap, size: int, whole: int, where: str) -> None:
+        self.data, self.size, self.whole, self.where = data, size, whole, where
         self.at = 0
 
     def header(self) -> Header:
@@ -142,25 +156,27 @@ class _Reader:
             if key in metadata:
                 raise _broken(self.where, f"has the key {jsonfile.plain(key)[:60]} twice")
             metadata[key] = value
-        total = elements = 0
+        total = elements = end = 0
         for _ in range(tensors):
-            held, count = self.tensor()
-            total, elements = total + held, elements + count
-        return Header(metadata, tensors, total, elements)
+            held, count, start = self.tensor()
+            total, elements, end = total + held, elements + count, max(end, start + held)
+        if elements > _MOST_ELEMENTS:
+            raise _broken(self.where, f"claims {elements:,} weights")
+        return Header(metadata, tensors, total, elements, self.at + end > self.whole)
 
-    def tensor(self) -> tuple[int, int]:
-        """Bytes and elements of the next tensor."""
+    def tensor(self) -> tuple[int, int, int]:
+        """Bytes and elements of the next tensor, and where its data starts after the header."""
         name = self.text(_LONGEST_NAME)
         dims = self.number("<I")
         if not 1 <= dims <= 8:
             raise _broken(self.where, f"has a tensor of {dims:,} dimensions ({jsonfile.plain(name)[:60]})")
         shape = [self.number("<Q") for _ in range(dims)]
         kind = self.number("<I")
-        self.number("<Q")  # where its data starts
+        start = self.number("<Q")
         count = 1
         for length in shape:
             count *= length
-        if count > 2**50:
+        if count > _MOST_ELEMENTS:
             raise _broken(self.where, f"has a tensor of {count:,} elements ({jsonfile.plain(name)[:60]})")
         if kind not in TENSOR_TYPES:
             raise ConfigError(f"{self.where} has tensors of type {kind}, which kvctl does not know")
@@ -169,7 +185,7 @@ class _Reader:
             raise _broken(
                 self.where, f"has rows of {shape[0]:,} elements in blocks of {block} ({jsonfile.plain(name)[:60]})"
             )
-        return count // block * held, count
+        return count // block * held, count, start
 
     def number(self, form: str) -> Any:
         end = self.at + struct.calcsize(form)
@@ -184,13 +200,13 @@ class _Reader:
         if length > longest or self.at + length > self.size:
             raise _broken(self.where, f"has a text of {length:,} bytes, more than can be in it")
         start, self.at = self.at, self.at + length
-        return self.data[start : self.at].decode("utf-8", "replace") if keep else ""
+        return self.data[start : min(self.at, start + _LONGEST_NAME)].decode("utf-8", "replace") if keep else ""
 
     def value(self, kind: int, *, keep: bool) -> Any:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
-            return self.text(self.size, keep=keep)[:10_000]
+            return self.text(self.size, keep=keep)
         if kind == _ARRAY:
             return self.array(keep)
         raise _broken(self.where, f"has a value of type {kind}, which GGUF does not know")

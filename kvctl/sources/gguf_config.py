@@ -15,6 +15,8 @@ from kvctl.sources import jsonfile
 Config = dict[str, Any]
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _MOST_LAYERS = 10_000
+# Architectures whose last layers predict further tokens and have no place in the main cache.
+_PREDICTS_AHEAD = ("deepseek2", "deepseek32", "glm4moe", "qwen3next", "qwen35", "qwen35moe")
 
 
 class _Keys:
@@ -58,6 +60,8 @@ class _Keys:
         if isinstance(pattern, list):
             if len(pattern) < layers:
                 raise ConfigError(f"{self.where}: the window pattern has {len(pattern)} entries for {layers} layers")
+            if not all(entry in (0, 1) for entry in pattern[:layers]):
+                raise ConfigError(f"{self.where}: the window pattern is a list of other things than true and false")
             return [bool(entry) for entry in pattern[:layers]]
         step = self._checked("attention.sliding_window_pattern", pattern, 1) if pattern is not None else every
         return [index % step < step - 1 for index in range(layers)]
@@ -65,9 +69,16 @@ class _Keys:
 
 def _base(keys: _Keys) -> Config:
     """What every architecture says of its layers."""
-    layers = keys.number("block_count") - keys.number("nextn_predict_layers", 0, minimum=0)
-    if not 1 <= layers <= _MOST_LAYERS:
+    layers, ahead = keys.number("block_count"), keys.number("nextn_predict_layers", 0, minimum=0)
+    if ahead and keys.architecture not in _PREDICTS_AHEAD:
+        raise ConfigError(
+            f"{keys.where}: {keys.architecture} with nextn_predict_layers, which kvctl does not know of it"
+        )
+    layers -= ahead
+    if layers > _MOST_LAYERS:
         raise ConfigError(f"{keys.where}: {layers:,} layers; no model has over {_MOST_LAYERS:,}")
+    if layers < 1:
+        raise ConfigError(f"{keys.where}: no layers are left beside nextn_predict_layers {ahead}")
     return {
         "num_hidden_layers": layers,
         "hidden_size": keys.number("embedding_length"),
@@ -90,22 +101,47 @@ def _attention(keys: _Keys) -> Config:
             f"{keys.where}: keys of {width} and values of {keys.get('attention.value_length')} elements; "
             f"kvctl does not know that of the architecture {keys.architecture}"
         )
-    if not all(kv) or len(set(heads)) > 1:
+    if len(set(heads)) > 1 and keys.get("attention.key_length") is None:
+        raise ConfigError(f"{keys.where}: {keys.architecture}.attention.key_length is missing, and head counts differ")
+    if len(set(heads)) > 1 and keys.get("attention.key_length") is None:
+        raise ConfigError(f"{keys.where}: {keys.architecture}.attention.key_length is missing, and head counts differ")
+    if not all(kv):
         raise ConfigError(
-            f"{keys.where}: layers of {keys.architecture} without attention, or with head counts of their own"
+            f"{keys.where}: {keys.architecture} with layers without attention, which kvctl does not know of it"
         )
     config |= {"num_attention_heads": heads[0], "num_key_value_heads": kv[0], "head_dim": width}
-    if len(set(kv)) > 1:
-        config["per_layer_config"] = {str(i): {"num_key_value_heads": n} for i, n in enumerate(kv) if n != kv[0]}
+    if len(set(kv)) > 1 or len(set(heads)) > 1:
+        config["per_layer_config"] = {
+            str(i): {"num_attention_heads": h, "num_key_value_heads": n}
+            for i, (h, n) in enumerate(zip(heads, kv, strict=True))
+        }
     return config
 
 
 def _plain(keys: _Keys) -> Config:
+    """The same attention everywhere; some of these architectures name a window that all layers have."""
     config = _attention(keys)
-    return config | {"layer_types": [FULL] * config["num_hidden_layers"]}
+    layers = config["num_hidden_layers"]
+    if not keys.number("attention.sliding_window", 0, minimum=0):
+        return config | {"layer_types": [FULL] * layers}
+    model_type = _WINDOWED_THROUGHOUT.get(keys.architecture)
+    if model_type is None:
+        raise ConfigError(
+            f"{keys.where}: {keys.architecture} with a window, and kvctl does not know which layers have it"
+        )
+    return config | {
+        "model_type": model_type,
+        "sliding_window": keys.number("attention.sliding_window"),
+        "layer_types": [SLIDING] * layers,
+    }
 
 
-def _mixed(every: int, *, kind: str = SLIDING, optional: bool = False) -> Callable[[_Keys], Config]:
+_WINDOWED_THROUGHOUT = {"llama": "mistral", "mistral3": "mistral", "phi3": "phi3", "starcoder2": "starcoder2"}
+
+
+def _mixed(
+    every: int, *, kind: str = SLIDING, optional: bool = False, default: int | None = None
+) -> Callable[[_Keys], Config]:
     """Windows in all but each `every`-th layer."""
 
     def read(keys: _Keys) -> Config:
@@ -116,7 +152,7 @@ def _mixed(every: int, *, kind: str = SLIDING, optional: bool = False) -> Callab
         if kind == CHUNKED:
             config["attention_chunk_size"] = keys.number("attention.chunk_size", 8192)
         else:
-            config["sliding_window"] = keys.number("attention.sliding_window")
+            config["sliding_window"] = keys.number("attention.sliding_window", default)
         config["layer_types"] = [kind if windowed else FULL for windowed in keys.windowed(layers, every)]
         return config
 
@@ -135,7 +171,9 @@ def _latent(keys: _Keys) -> Config:
             f"{keys.where}: an old file of {keys.architecture}, whose cache holds expanded heads and no latents",
             hint="convert the model again with a current llama.cpp: its cache is many times smaller",
         )
-    rope = keys.number("rope.dimension_count")
+    rope, width = keys.number("rope.dimension_count"), keys.number("attention.key_length_mla")
+    if rope >= width:
+        raise ConfigError(f"{keys.where}: rotary keys of {rope} in keys of {width} elements")
     heads = keys.number("attention.head_count")
     config |= {
         "num_attention_heads": heads,
@@ -143,7 +181,7 @@ def _latent(keys: _Keys) -> Config:
         "kv_lora_rank": keys.number("attention.kv_lora_rank"),
         "q_lora_rank": keys.number("attention.q_lora_rank", 0, minimum=0) or None,
         "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": keys.number("attention.key_length_mla") - rope,
+        "qk_nope_head_dim": width - rope,
         "v_head_dim": keys.number("attention.value_length_mla"),
     }
     return config
@@ -186,8 +224,8 @@ def _mamba(keys: _Keys) -> Config:
 def _mamba2(keys: _Keys) -> Config:
     config = _mamba(keys)
     inner, heads = config.pop("intermediate_size"), keys.number("ssm.time_step_rank")
-    if inner % config["hidden_size"] or inner % heads:
-        raise ConfigError(f"{keys.where}: ssm.inner_size {inner} is no multiple of the width, or of {heads} heads")
+    if inner % config["hidden_size"] or inner % heads or heads % keys.number("ssm.group_count"):
+        raise ConfigError(f"{keys.where}: ssm.inner_size {inner} does not split over its {heads} heads and groups")
     return config | {
         "expand": inner // config["hidden_size"],
         "num_heads": heads,
@@ -201,10 +239,19 @@ def _lfm2(keys: _Keys) -> Config:
     config = _base(keys)
     layers = config["num_hidden_layers"]
     kv = keys.per_layer("attention.head_count_kv", layers, 0, minimum=0)
-    if len(set(kv) - {0}) != 1:
-        raise ConfigError(f"{keys.where}: lfm2.attention.head_count_kv must name one count, and 0 for convolutions")
+    if len(set(kv)) != 2 or 0 not in kv:
+        raise ConfigError(f"{keys.where}: attention.head_count_kv must name one count, and 0 for convolutions")
+    if keys.number("attention.sliding_window", 0, minimum=0):
+        raise ConfigError(f"{keys.where}: {keys.architecture} with a window, which kvctl does not know of it")
+    heads = keys.number("attention.head_count")
+    width = keys.number("attention.key_length", config["hidden_size"] // heads)
+    if keys.number("attention.value_length", width) != width:
+        raise ConfigError(
+            f"{keys.where}: keys and values of different widths, which kvctl does not know of {keys.architecture}"
+        )
     return config | {
-        "num_attention_heads": keys.number("attention.head_count"),
+        "num_attention_heads": heads,
+        "head_dim": width,
         "num_key_value_heads": max(kv),
         "conv_L_cache": keys.number("shortconv.l_cache"),
         "layer_types": [FULL if count else "conv" for count in kv],
@@ -227,8 +274,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[_Keys], Config]]] = {
             ("baichuan", "llama"), ("orion", "orion"), ("xverse", "llama"),
         )
     },
-    "gemma2": ("gemma2", _mixed(2)),
-    "gemma3": ("gemma3_text", _mixed(6)),
+    "gemma2": ("gemma2", _mixed(2, default=4096)),
+    "gemma3": ("gemma3_text", _mixed(6, optional=True)),
     "gemma3n": ("gemma3n_text", _gemma3n),
     "gpt-oss": ("gpt_oss", _mixed(2)),
     "cohere2": ("cohere2", _mixed(4)),

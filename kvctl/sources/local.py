@@ -33,13 +33,22 @@ def from_path(name: str) -> Found:
         return read_folder(path, where)
     if path.name == CONFIG:
         return read_folder(path.parent, where)
-    if path.name.lower().endswith(".gguf"):
+    if path.name.lower().endswith(".gguf") or (stat.S_ISREG(mode) and _begins_with_gguf(path)):
         from kvctl.sources import gguf
 
         return gguf.from_file(path, where)
     config = jsonfile.read_file(path)
     refuse_other_json(config, where)
     return Found(where, config, Provenance("local", where))
+
+
+def _begins_with_gguf(path: Path) -> bool:
+    """Whether a file under another name (an Ollama blob) is a GGUF file."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def from_stdin() -> Found:
