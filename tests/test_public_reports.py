@@ -1,6 +1,6 @@
 """What users of other calculators reported, with the right value by hand.
 
-Two groups: wrong sizes because of the architecture, and wrong sizes of quantised caches.
+Groups: the architecture, quantised caches, what an engine reserves, and tensor parallelism.
 Each test names the public thread, says the symptom in a sentence, and holds the arithmetic.
 """
 
@@ -424,3 +424,59 @@ def test_states_of_hybrids_are_not_quantised(kvctl: Run) -> None:
     # 36 · 32 · 128 · 128 · 4 B and 36 · 8,192 · 3 · 2 B either way
     assert small["recurrent_state"] == plain["recurrent_state"] == (36, 0, 75_497_472)
     assert small["conv_state"] == plain["conv_state"] == (36, 0, 1_769_472)
+
+
+# -- what the engine reserves ----------------------------------------------------------------------
+
+
+def reserved(run: Run, name: str, *options: str) -> dict[str, Any]:
+    result = model(run, name, K128, "--engine", "vllm", *options)
+    return {"need": result["kv_bytes"], **result["allocation"]}
+
+
+def test_need_and_reserve_are_two_numbers(kvctl: Run) -> None:
+    """alvarobartt/hf-mem#60, #61, #70: windows were left out, then capped, then charged in full; a log decided."""
+    # gpt-oss-120b: 18 full layers and 18 windows of 128; 4.50 GiB are needed (and 4.5 MiB in windows)
+    both = reserved(kvctl, "openai/gpt-oss-120b")
+    assert both["need"] == 18 * 8 * 128 * 2 * (K128 + 128)
+    assert both["reserved_bytes"] > both["need"]
+    # Only with the hybrid manager off do all 36 layers hold the whole context: 9 GiB.
+    off = reserved(kvctl, "openai/gpt-oss-120b", "--disable-hybrid-kv-cache-manager")
+    assert off["reserved_bytes"] == 9 * GIB
+    # gemma-3-27b: 10.41 GiB needed; 62 GiB with the manager off, which one tool charged always
+    off = reserved(kvctl, "google/gemma-3-27b-it", "--disable-hybrid-kv-cache-manager")
+    assert f"{off['need'] / GIB:.2f}" == "10.41"
+    assert off["reserved_bytes"] == 62 * GIB
+
+
+def test_windows_cost_the_maximum_length_without_the_hybrid_manager(kvctl: Run) -> None:
+    """vllm-project/vllm#39254, tenstorrent/tt-xla#5727: gemma-4-31B's 50 windows of 1,024 beside 10 full layers."""
+    on = reserved(kvctl, "google/gemma-4-31B-it")
+    off = reserved(kvctl, "google/gemma-4-31B-it", "--disable-hybrid-kv-cache-manager")
+    # 50 layers of 16 heads · 256 and 10 of 4 · 512, K and V, 2 B
+    assert off["reserved_bytes"] == K128 * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    assert on["reserved_bytes"] < off["reserved_bytes"] / 4
+    assert any("every token" in reason for reason in off["reasons"])
+
+
+def test_bytes_for_a_length_and_not_bytes_over_logged_tokens(kvctl: Run) -> None:
+    """vllm-project/vllm#51041: logged tokens are concurrency × length, so GiB / tokens says nothing of a windowed model."""
+    rates = []
+    for ctx in (4096, 131_072):
+        plan = model(kvctl, "google/gemma-3-27b-it", ctx, "--engine", "vllm", "--kv-budget", "60GiB")["allocation"]
+        rates.append(60 * GIB / plan["reported_capacity"])
+        assert plan["reported_capacity"] == int(plan["num_blocks"] / plan["blocks_per_request"] * ctx)
+    assert rates[0] > 3 * rates[1]
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_kv_heads(kvctl: Run) -> None:
+    """huggingface/transformers#48307: 8 ranks and 4 KV heads (Qwen3-VL-30B-A3B's text model) fail there; vLLM repeats heads."""
+    # 48 layers · 1 head · 256 · 2 B · block 16 on every rank, as with 4 ranks
+    eight = reserved(kvctl, "Qwen/Qwen3-30B-A3B", "-tp", "8")
+    assert eight["bytes_per_block"] == reserved(kvctl, "Qwen/Qwen3-30B-A3B", "-tp", "4")["bytes_per_block"]
+    assert eight["bytes_per_block"] == 48 * 1 * 256 * 2 * 16
+    assert [row["rank"] for row in eight["per_rank"]] == list(range(8))
+    assert any("2 times" in reason for reason in eight["reasons"])
