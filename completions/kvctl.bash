@@ -33,7 +33,7 @@ _kvctl() {
                 -c,*|--ctx,*|-n,*|--sequences,*|--kv-budget,*|-tp,*|--tensor-parallel-size,*|--block-size,*|--max-num-batched-tokens,*|-np,*|--parallel,*|-ub,*|--ubatch-size,*|-fa,*|--flash-attn,*|--encoder-tokens,*|--image-tokens,*|--audio-tokens,*|--beams,*|--set,*|--layers,*|--kv-heads,*|--head-dim,*|--revision,*) words="" ;;
                 --dtype,*) words="auto fp32 bf16 fp16" ;;
                 --kv-cache-dtype,*|--kv-dtype,*|-ctk,*|--cache-type-k,*|--k-dtype,*|-ctv,*|--cache-type-v,*|--v-dtype,*) words="auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl" ;;
-                --engine,*) words="ideal transformers vllm llama.cpp" ;;
+                --engine,*) words="ideal transformers vllm llama.cpp all" ;;
                 --device,*) words="gpu cpu" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;

@@ -16,7 +16,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l dtype -x -a 'auto fp3
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-cache-dtype -l kv-dtype -x -a 'auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl' -d 'Format of keys, values and latents'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s ctk -l cache-type-k -l k-dtype -x -a 'auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl' -d 'Format of keys and latents alone'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s ctv -l cache-type-v -l v-dtype -x -a 'auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl' -d 'Format of values alone'
-complete -c kvctl -n '__fish_seen_subcommand_from size' -l engine -x -a 'ideal transformers vllm llama.cpp' -d 'Whose rules'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l engine -x -a 'ideal transformers vllm llama.cpp all' -d 'Whose rules'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-budget -x -d 'Memory for the cache on each GPU'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s tp -l tensor-parallel-size -x -d 'GPUs that share every layer'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l block-size -x -d 'Tokens in a block'

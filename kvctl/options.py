@@ -40,6 +40,7 @@ DEVICES = ("gpu", "cpu")
 def read_serving(
     engine: Engine,
     *,
+    strict: bool,
     device: str | None,
     kv_budget: str | None,
     tensor_parallel: int | None,
@@ -53,7 +54,7 @@ def read_serving(
     swa_full: bool,
     flash_attention: str | None,
 ) -> Serving:
-    """How the engine is started; options that are not this engine's are refused."""
+    """How the engine is started; options that are not this engine's are refused (`strict`) or left to others."""
     from kvctl.allocation import Serving
     from kvctl.engines import ENGINES
     from kvctl.units import parse_bytes, parse_tokens
@@ -73,7 +74,7 @@ def read_serving(
         "--flash-attn": flash_attention,
     }
     for option, value in given.items():
-        if value is not None and option not in engine.options:
+        if strict and value is not None and option not in engine.options:
             takers = " or ".join(f"--engine {e.name}" for e in ENGINES if option in e.options)
             raise UsageError(f"{option} says how an engine is started; {engine.name} has no use for it",
                              hint=f"it is for {takers}")  # fmt: skip
@@ -146,7 +147,7 @@ def complete_engines(incomplete: str) -> list[str]:
     """Engines that start so."""
     from kvctl.engines import ENGINES
 
-    return [engine.name for engine in ENGINES if engine.name.startswith(incomplete.lower())]
+    return [name for name in (*(engine.name for engine in ENGINES), "all") if name.startswith(incomplete.lower())]
 
 
 def complete_devices(incomplete: str) -> list[str]:

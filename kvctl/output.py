@@ -12,6 +12,7 @@ from kvctl.reports import SizeReport
 from kvctl.units import format_bytes
 from kvctl.words import (
     copies_words,
+    engine_words,
     format_words,
     formula_lines,
     held_words,
@@ -48,6 +49,7 @@ def emit_size(report: SizeReport, form: str, *, quiet: bool = False) -> None:
         several = len({result.model.id for result in report.results}) > 1
         for kind, lines in (("note", _notes(report)), ("warning", _warnings(report))):
             say(kind, (f"{name}: {line}" if several else line for name, line in lines))
+        say("no answer from", report.refused)
     if form == "json":
         _json(report.to_dict())
     elif form == "csv":
@@ -183,11 +185,13 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
 def _markdown(report: SizeReport) -> None:
     planned = any(result.allocation for result in report.results)
     reserved = " reserved |" if planned else ""
+    engines = len({result.engine for result in report.results}) > 1
     print(f"| model | context | held for | format | KV cache | bytes |{reserved} +1 token | fixed | weights |")
     print("|---|---:|---|---|---:|---:|" + "---:|" * planned + "---:|---:|---:|")
     for result in report.results:
         cells = (
-            (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|"),
+            (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|")
+            + (f", {engine_words(result)}" if engines else ""),
             f"{result.context:,}",
             copies_words(result),
             format_words(result),

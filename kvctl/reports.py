@@ -156,12 +156,17 @@ class SizeReport(Record):
     """Everything one `kvctl size` run answers."""
 
     results: tuple[SizeResult, ...]
+    refused: tuple[str, ...] = ()
+    """Engines that were asked and gave no answer, with the reason."""
     schema: str = "kvctl.size/1"
     version: str = __version__
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        out = {
             "schema": self.schema,
             "kvctl_version": self.version,
             "results": [result.to_dict() for result in self.results],
         }
+        if self.refused:
+            out["refused"] = list(self.refused)
+        return out

@@ -103,8 +103,11 @@ def print_listing(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_size(report: SizeReport) -> None:
-    """One model in detail, or several side by side."""
+    """One model in detail, or several side by side; or a model in several engines."""
     screen = Screen()
+    if len({result.engine for result in report.results}) > 1 or report.refused:
+        _engines(screen, report.results)
+        return
     groups: dict[tuple[str, str], dict[int, SizeResult]] = {}
     for result in report.results:
         groups.setdefault((result.model.id, result.model.location), {})[result.context] = result
@@ -339,6 +342,33 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
         for result in group:
             rows.append((cells(result), _bar(result.kv_bytes, largest, room) if room >= 6 else None, ""))
     screen.table(("r" if stacked else "l") + "r" * (len(head) - 1), rows, bold=1)
+
+
+def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
+    """Engines side by side: a table for every model and context, and why they differ."""
+    questions: dict[tuple[str, str, int], list[SizeResult]] = {}
+    for result in results:
+        questions.setdefault((*_key(result), result.context), []).append(result)
+    for number, answers in enumerate(questions.values()):
+        if number:
+            screen.line()
+        screen.line(title_words(answers[0]), "bold")
+        totals = [_in_memory(result) for result in answers]
+        rows: list[Row] = [(("engine", "format", "in memory", "bytes"), None, "dim")]
+        for result, total in zip(answers, totals, strict=True):
+            ranks = result.allocation.tensor_parallel_size if result.allocation else 1
+            each = f"{ranks} × " if ranks > 1 else ""
+            cells = (engine_words(result), format_words(result), each + format_bytes(total), f"{each}{total:,}")
+            rows.append((cells, _bar(total, max(totals)), ""))
+        screen.table("llrr", rows, bold=2)
+        for result in answers:
+            for reason in result.allocation.reasons if result.allocation else ():
+                screen.line(Text.assemble((f"{result.engine}: ", "dim"), reason), indent=len(result.engine) + 2)
+
+
+def _in_memory(result: SizeResult) -> int:
+    """What is reserved ahead, or what is held where nothing is."""
+    return result.allocation.reserved_bytes if result.allocation else result.kv_bytes
 
 
 def _weights(result: SizeResult) -> str:

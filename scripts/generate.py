@@ -301,8 +301,10 @@ SCHEMAS = {
         "What kvctl size --json prints",
         {
             "kvctl_version": VERSION,
-            "results": of("array", "One for each model and context.", items=SIZE_RESULT),
+            "results": of("array", "One for each model, engine and context.", items=SIZE_RESULT),
+            "refused": of("array", "Engines of --engine all without an answer, and why.", items={"type": "string"}),
         },
+        optional=("refused",),
     ),
     "kvctl.models/1": document(
         "kvctl.models/1",

@@ -88,7 +88,7 @@ def size(
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one), llama.cpp.",
+            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one), llama.cpp; all compares them.",
             autocompletion=complete_engines,
         ),
     ] = "ideal",
@@ -287,7 +287,7 @@ def size(
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
     from kvctl import options, output
-    from kvctl.errors import SourceError, UsageError
+    from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
 
     form = options.read_output_format(format_, json_)
     if list_models:
@@ -304,50 +304,66 @@ def size(
         output.emit_listing(rows, form)
         return
 
+    from kvctl.engines import ENGINES, Engine
     from kvctl.engines import engine as find_engine
     from kvctl.model import build_spec, parse_overrides, shape_spec
-    from kvctl.reports import SizeReport
+    from kvctl.reports import SizeReport, SizeResult
     from kvctl.size import SizePlan, contexts_for
     from kvctl.size import size as size_of
     from kvctl.sources import resolve
     from kvctl.units import parse_token_list
 
-    rules = find_engine(engine)
-    serving = options.read_serving(
-        rules,
-        device=device,
-        kv_budget=kv_budget,
-        tensor_parallel=tensor_parallel,
-        block_size=block_size,
-        max_batched=max_batched,
-        prefix_caching=prefix_caching,
-        hybrid_disabled=hybrid_disabled,
-        slots=slots,
-        unified=unified,
-        ubatch=ubatch,
-        swa_full=swa_full,
-        flash_attention=flash_attention,
-    )
-    if rules.name == "vllm" and (k_dtype, v_dtype) != ("auto", "auto"):
-        raise UsageError(
-            f"{rules.name} keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
+    everyone = engine.lower() == "all"
+    if everyone and (explain or per_layer):
+        raise UsageError("--explain and --per-layer are about one engine", hint="name it with --engine")
+
+    def plan_for(rules: Engine) -> SizePlan:
+        serving = options.read_serving(
+            rules,
+            strict=not everyone,
+            device=device,
+            kv_budget=kv_budget,
+            tensor_parallel=tensor_parallel,
+            block_size=block_size,
+            max_batched=max_batched,
+            prefix_caching=prefix_caching,
+            hybrid_disabled=hybrid_disabled,
+            slots=slots,
+            unified=unified,
+            ubatch=ubatch,
+            swa_full=swa_full,
+            flash_attention=flash_attention,
         )
-    both = options.read_cache_format(kv_dtype, "--kv-dtype", rules, serving)
-    plan = SizePlan(
-        engine=rules,
-        serving=serving,
-        contexts=parse_token_list(ctx) if ctx is not None else None,
-        sequences=options.at_least_one(sequences, "--sequences"),
-        beams=options.at_least_one(beams, "--beams"),
-        dtype=options.read_dtype(dtype),
-        key=options.read_cache_format(k_dtype, "--k-dtype", rules, serving) or both,
-        value=options.read_cache_format(v_dtype, "--v-dtype", rules, serving) or both,
-        encoder_tokens=encoder_tokens,
-        image_tokens=image_tokens,
-        audio_tokens=audio_tokens,
-        per_layer=per_layer,
-        explain=explain,
-    )
+        if rules.name == "vllm" and (k_dtype, v_dtype) != ("auto", "auto"):
+            raise UsageError(
+                "vllm keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
+            )
+        both = options.read_cache_format(kv_dtype, "--kv-dtype", rules, serving)
+        return SizePlan(
+            engine=rules,
+            serving=serving,
+            contexts=parse_token_list(ctx) if ctx is not None else None,
+            sequences=options.at_least_one(sequences, "--sequences"),
+            beams=options.at_least_one(beams, "--beams"),
+            dtype=options.read_dtype(dtype),
+            key=options.read_cache_format(k_dtype, "--k-dtype", rules, serving) or both,
+            value=options.read_cache_format(v_dtype, "--v-dtype", rules, serving) or both,
+            encoder_tokens=encoder_tokens,
+            image_tokens=image_tokens,
+            audio_tokens=audio_tokens,
+            per_layer=per_layer,
+            explain=explain,
+        )
+
+    plans: list[SizePlan] = []
+    refused: list[str] = []
+    for rules in ENGINES if everyone else (find_engine(engine),):
+        try:
+            plans.append(plan_for(rules))
+        except KvctlError as error:
+            if not everyone:
+                raise
+            refused.append(f"{rules.name}: {error.message}")
     overrides = parse_overrides(set_ or [])
 
     shape = (layers, kv_heads, head_dim)
@@ -375,5 +391,15 @@ def size(
             "no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue"
         )
 
-    report = SizeReport(tuple(size_of(spec, context, plan) for spec in specs for context in contexts_for(spec, plan)))
-    output.emit_size(report, form, quiet=quiet)
+    results: list[SizeResult] = []
+    for spec in specs:
+        for plan in plans:
+            try:
+                results += [size_of(spec, context, plan) for context in contexts_for(spec, plan)]
+            except KvctlError as error:
+                if not everyone:
+                    raise
+                refused.append(f"{plan.engine.name}: {error.message}")
+    if not results:
+        raise ConfigError("no engine answers: " + "; ".join(dict.fromkeys(refused)))
+    output.emit_size(SizeReport(tuple(results), tuple(refused)), form, quiet=quiet)
