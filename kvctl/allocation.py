@@ -27,7 +27,14 @@ class Serving(Record):
     flash_attention: bool | None = None
 
 
-class GroupRow(Record):
+class _Row(Record):
+    """A record whose JSON is its fields."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+
+class GroupRow(_Row):
     """Layers of an engine that share a block table."""
 
     kind: str
@@ -38,19 +45,13 @@ class GroupRow(Record):
     """Bytes of a block over the group's layers."""
     blocks_per_request: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fields}
 
-
-class RankRow(Record):
+class RankRow(_Row):
     """One rank of a tensor-parallel engine."""
 
     rank: int
     bytes_per_block: int
     reserved_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fields}
 
 
 class Allocation(Record):

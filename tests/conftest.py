@@ -31,6 +31,22 @@ def measured_cases(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.decode().splitlines()]
 
 
+_LLAMA_CPP = {"n_ctx": "--ctx", "k": "-ctk", "v": "-ctv", "fa": "-fa", "n_seq_max": "-np", "n_ubatch": "-ub"}
+
+
+def llama_cpp_options(arguments: dict[str, Any]) -> list[str]:
+    """Options for a context that llama.cpp's library was asked for; its default is one sequence."""
+    options = ["--engine", "llama.cpp"]
+    for name, value in ({"n_seq_max": 1} | arguments).items():
+        if name == "unified":
+            options.append("--kv-unified" if value else "--no-kv-unified")
+        elif name == "swa_full":
+            options += ["--swa-full"] * value
+        else:
+            options += [_LLAMA_CPP[name], str(value)]
+    return options
+
+
 @pytest.fixture
 def kvctl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run the command line in this process: kvctl("size", "Qwen3-32B") -> (code, out, err)."""

@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from conftest import DATA, Outcome
+from conftest import DATA, Outcome, llama_cpp_options
 
 from kvctl.sources.gguf import TENSOR_TYPES
 from kvctl.sources.gguf_config import ARCHITECTURES
@@ -69,23 +69,13 @@ def write(path: Path, architecture: str, metadata: Json) -> Path:
     return path
 
 
-FLAGS = {"n_ctx": "--ctx", "k": "-ctk", "v": "-ctv", "fa": "-fa", "n_seq_max": "-np", "n_ubatch": "-ub"}
-
-
 @pytest.mark.parametrize("index", range(116))
 def test_the_file_gives_the_lines_that_llama_cpp_prints_of_it(kvctl: Run, tmp_path: Path, index: int) -> None:
     case = oracle()["cases"][index]
     keys = keys_of(case["model"])
     path = write(tmp_path / "model.gguf", keys["architecture"], keys["metadata"])
-    options = []
-    for name, value in ({"n_seq_max": 1} | case["arguments"]).items():
-        if name == "unified":
-            options.append("--kv-unified" if value else "--no-kv-unified")
-        elif name == "swa_full":
-            options += ["--swa-full"] * value
-        else:
-            options += [FLAGS[name], str(value)]
-    outcome = kvctl("size", str(path), "--json", "--engine", "llama.cpp", *options)
+    options = llama_cpp_options(case["arguments"])
+    outcome = kvctl("size", str(path), "--json", *options)
     if not case["log"]:
         assert outcome.code == 2
         return

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from conftest import DATA, Outcome
+from conftest import DATA, Outcome, llama_cpp_options
 
 Run = Callable[..., Outcome]
 Json = dict[str, Any]
@@ -21,7 +21,6 @@ CATALOGUE = {
     "llama4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
     "smollm2-135m-q4_1": "smollm2-135m",
 }
-FLAGS = {"n_ctx": "--ctx", "k": "-ctk", "v": "-ctv", "fa": "-fa", "n_seq_max": "-np", "n_ubatch": "-ub"}
 
 
 @cache
@@ -45,15 +44,7 @@ def ask(run: Run, name: str, *options: str) -> Outcome:
 @pytest.mark.parametrize("index", range(116))
 def test_prints_what_llama_cpp_prints(kvctl: Run, index: int) -> None:
     case = oracle()[index]
-    options = []
-    # The library's default is one sequence, the server's is four.
-    for name, value in ({"n_seq_max": 1} | case["arguments"]).items():
-        if name == "unified":
-            options.append("--kv-unified" if value else "--no-kv-unified")
-        elif name == "swa_full":
-            options += ["--swa-full"] * value
-        else:
-            options += [FLAGS[name], str(value)]
+    options = llama_cpp_options(case["arguments"])
     outcome = ask(kvctl, case["model"], *options)
     if not case["log"]:
         # llama.cpp refused: a quantised V cache without flash attention.

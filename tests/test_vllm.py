@@ -271,3 +271,14 @@ def test_the_screen_shows_need_and_reserve(kvctl: Run) -> None:
     assert "reserved" in several.splitlines()[1]
     assert "reserved_bytes" in kvctl("size", "Qwen3-32B", "--engine", "vllm", "-f", "csv").out
     assert "| reserved |" in kvctl("size", "Qwen3-32B", "--engine", "vllm", "-f", "md").out
+
+
+def test_mamba_2_reserves_a_checkpoint_block_in_late_versions(kvctl: Run) -> None:
+    config = json.dumps(oracle()["configs"]["mamba2-2.7b"])
+    blocks = [
+        plan(kvctl, "-", "--engine", engine, "--ctx", "4k", "--enable-prefix-caching", stdin=config)[
+            "blocks_per_request"
+        ]
+        for engine in ("vllm@0.22", "vllm@0.32")
+    ]
+    assert blocks == [2, 3]

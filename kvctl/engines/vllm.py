@@ -3,7 +3,7 @@
 Sources: vllm 0.32.0 v1/kv_cache_interface.py, v1/core/kv_cache_utils.py, platforms/interface.py
 and platforms/cpu.py; rules of other versions from the releases that `RULES` names.
 
-A layer's states become one spec each (`_Spec`: what one block of one layer is). Specs of
+A layer's states become one spec each (`Spec`: what one block of one layer is). Specs of
 equal kind form groups of as many layers; every group draws blocks of the same size from one
 pool, and a request holds blocks of every group.
 """
@@ -11,25 +11,13 @@ pool, and a request holds blocks of every group.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
+from kvctl.engines.vllm_specs import Spec, kv_dtype, sized, specs_of
 from kvctl.errors import ConfigError, UsageError
-from kvctl.formats import FP32, CacheFormat, DType
 from kvctl.record import Record
-from kvctl.spec import (
-    Attention,
-    ChunkedAttention,
-    ConvState,
-    Empty,
-    Formats,
-    FullAttention,
-    Indexer,
-    LatentAttention,
-    Layer,
-    LayerState,
-    ModelSpec,
-    RecurrentState,
-    SlidingWindow,
-)
+from kvctl.spec import Attention, Formats, ModelSpec
 from kvctl.units import plural
+
+__all__ = ["check_version", "kv_dtype", "plan"]
 
 
 class Rules(Record):
@@ -58,47 +46,6 @@ RULES: tuple[Rules, ...] = (
     Rules((0, 32), "concurrency", True, True, True, True),
     Rules((0, 33), "concurrency", True, True, True, True),
 )
-
-_ONE_BYTE = "1 byte an element; scales a tensor, kept with the weights"
-_DS_MLA = CacheFormat("fp8_ds_mla", 576, 656, "656 bytes a token: 512 fp8, 4 fp32 scales, 64 bf16 of the rotary key")
-
-KV_DTYPES: dict[str, CacheFormat] = {
-    "float16": CacheFormat("fp16", 1, 2, "2 bytes an element"),
-    "bfloat16": CacheFormat("bf16", 1, 2, "2 bytes an element"),
-    "fp8": CacheFormat("fp8", 1, 1, _ONE_BYTE),
-    "fp8_e4m3": CacheFormat("fp8_e4m3", 1, 1, _ONE_BYTE),
-    "fp8_e5m2": CacheFormat("fp8_e5m2", 1, 1, _ONE_BYTE),
-    "fp8_inc": CacheFormat("fp8_inc", 1, 1, _ONE_BYTE),
-    "fp8_ds_mla": _DS_MLA,
-    "fp8_per_token_head": CacheFormat(
-        "fp8_per_token_head", 1, 1, "1 byte an element + a 4-byte scale for each token and KV head", 4
-    ),
-    "int8_per_token_head": CacheFormat(
-        "int8_per_token_head", 1, 1, "1 byte an element + a 4-byte scale for each token and KV head", 4
-    ),
-    "int4_per_token_head": CacheFormat(
-        "int4_per_token_head", 2, 1, "1 byte per 2 elements + a 4-byte scale for each token and KV head", 4
-    ),
-    "nvfp4": CacheFormat("nvfp4", 16, 9, "9 bytes per 16 elements: e2m1 and one e4m3 scale"),
-}
-"""What --kv-cache-dtype takes. vLLM also has packed formats (turboquant_*, ultraquant_4bit,
-nvfp4_ds_mla) that are not counted here yet."""
-
-_UNCOUNTED = ("nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
-              "ultraquant_4bit", "nvfp4_4over6")  # fmt: skip
-
-
-def kv_dtype(name: str, serving: Serving, option: str) -> CacheFormat:
-    """The cache format that vLLM's --kv-cache-dtype `name` means; unknown ones list what there is."""
-    fmt = KV_DTYPES.get(name.lower())
-    if fmt is None:
-        known = name.lower() in _UNCOUNTED
-        raise UsageError(
-            f"{option}: {name[:40]!r} is "
-            + ("a format of vLLM that kvctl does not count yet" if known else "no format that vLLM has"),
-            hint="one of auto, " + ", ".join(KV_DTYPES),
-        )
-    return fmt
 
 
 def rules_for(version: str | None) -> tuple[Rules, str | None]:
@@ -130,158 +77,6 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-# -- specs ----------------------------------------------------------------------------------
-
-
-class _Spec(Record):
-    """One block of one layer. `limit`: window or chunk; equal specs share a group."""
-
-    kind: str
-    """full, latent, indexer, window, chunk or state."""
-    token_bytes: int
-    """Bytes of one token; 0 for states."""
-    block: int
-    limit: int = 0
-    step: int = 32
-    """What a CPU's window kernel wants a block to be a multiple of."""
-    page: int = 0
-    """Bytes of a block, padding included."""
-    checkpoints: int = 0
-
-    @property
-    def grows(self) -> bool:
-        return self.kind in ("full", "latent", "indexer")
-
-
-def _sized(spec: _Spec, block: int) -> _Spec:
-    return spec.replace(block=block, page=block * spec.token_bytes)
-
-
-def _heads(heads: int, ranks: int) -> int:
-    """KV heads on one rank; vLLM repeats them once ranks outnumber them."""
-    if heads % ranks and ranks % heads:
-        raise UsageError(
-            f"--tensor-parallel-size {ranks} neither divides {heads} KV heads nor is a multiple of them",
-            hint="vLLM refuses this split",
-        )
-    return max(1, heads // ranks)
-
-
-def _divide(count: int, ranks: int, what: str) -> int:
-    if count % ranks:
-        raise UsageError(
-            f"--tensor-parallel-size {ranks} does not divide {count:,} {what}", hint="vLLM refuses this split"
-        )
-    return count // ranks
-
-
-_CONFIG_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Model types whose state dtype vLLM takes from the config; others follow the model's dtype."""
-
-
-def _state_bytes(states: list[LayerState], model_type: str, fmt: Formats, ranks: int) -> tuple[int, int]:
-    """Bytes of one request's convolution and recurrent state on one rank, and Mamba 2's checkpoint blocks."""
-    total, checkpoints = 0, 0
-    for state in states:
-        if isinstance(state, ConvState):
-            channels = state.channels
-            groups, width = state.groups
-            if groups % ranks:
-                # Heads on each rank need their group with them: groups are repeated.
-                if groups != 1:
-                    raise UsageError(
-                        f"--tensor-parallel-size {ranks} does not divide {groups} state groups",
-                        hint="vLLM refuses this split",
-                    )
-                channels += (ranks - 1) * width
-            columns = state.kernel - 1 if state.fixed_columns is None else state.fixed_columns
-            total += _divide(channels, ranks, "channels of the convolution") * columns * fmt.model.bytes
-        elif isinstance(state, RecurrentState):
-            dtype: DType = fmt.model
-            if state.name == "kda":
-                dtype = FP32
-            elif model_type in _CONFIG_STATES and state.dtype is not None:
-                dtype = state.dtype
-            total += (
-                _divide(state.shape[0], ranks, "heads of the state") * (state.elements // state.shape[0]) * dtype.bytes
-            )
-            checkpoints = int(state.name == "ssm" and len(state.shape) == 3)
-    return total, checkpoints
-
-
-def _latent_row(state: LatentAttention, fmt: CacheFormat) -> int:
-    """Bytes of one token's latent."""
-    width = state.latent + state.rope
-    if fmt.name == _DS_MLA.name and width != _DS_MLA.block:
-        raise UsageError(f"--kv-cache-dtype fp8_ds_mla is for latents of 512 + 64, not of {width}")
-    if fmt.name == "nvfp4":
-        raise UsageError("vLLM does not keep latents in nvfp4", hint="--kv-cache-dtype fp8")
-    # Two scales, as if there were values of their own.
-    return fmt.row_bytes(width, 0) + 2 * fmt.head_bytes
-
-
-def _attention(state: Attention, fmt: Formats, heads: int, cpu: bool) -> _Spec:
-    keys, values = heads * state.key_dim, heads * state.value_dim
-    if cpu and fmt.key.name in KV_DTYPES and fmt.key.name not in ("float16", "bfloat16"):
-        # The CPU's kernel packs nothing and stores no scales beside the rows: a byte an element.
-        token = keys + values
-    else:
-        token = fmt.key.row_bytes(keys, heads) + fmt.value.row_bytes(values, heads)
-    # Keys and values of different widths run on a kernel of their own.
-    step = 32 if state.key_dim == state.value_dim else 16
-    if isinstance(state, SlidingWindow):
-        return _Spec("window", token, 0, state.window, step)
-    if isinstance(state, ChunkedAttention):
-        return _Spec("chunk", token, 0, state.chunk)
-    return _Spec("full", token, 0)
-
-
-_STATES = {("conv",), ("conv", "delta"), ("conv", "kda"), ("conv", "ssm")}
-
-
-def _specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool) -> list[_Spec]:
-    """Specs of one layer, block size still open (0)."""
-    specs: list[_Spec] = []
-    states: list[LayerState] = []
-    for state in layer.states_in("vllm"):
-        if isinstance(state, Empty):
-            continue
-        if isinstance(state, (ConvState, RecurrentState)):
-            states.append(state)
-        elif isinstance(state, LatentAttention) and state.window is None:
-            specs.append(_Spec("latent", _latent_row(state, fmt.key), 0))
-        elif isinstance(state, Indexer) and state.stride == 1 and state.dim % 128 == 0 and specs:
-            # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
-            specs.append(_Spec("indexer", state.dim + state.dim // 128 * 4, 0))
-        elif type(state) in (FullAttention, SlidingWindow, ChunkedAttention):
-            assert isinstance(state, Attention)
-            if fmt.key.name == _DS_MLA.name:
-                raise UsageError(
-                    "--kv-cache-dtype fp8_ds_mla is for latent attention; this model keeps keys and values"
-                )
-            if not state.value_dim or (isinstance(state, FullAttention) and state.prefix):
-                raise _unknown(spec, state)
-            specs.append(_attention(state, fmt, _heads(state.kv_heads, ranks), cpu))
-        else:
-            raise _unknown(spec, state)
-    if states:
-        names = tuple(
-            "conv" if isinstance(s, ConvState) else s.name for s in states if isinstance(s, (ConvState, RecurrentState))
-        )
-        if names not in _STATES or (names == ("conv",) and specs):
-            raise _unknown(spec, states[-1])
-        page, checkpoints = _state_bytes(states, spec.model_type, fmt, ranks)
-        specs.append(_Spec("state", 0, 0, page=page, checkpoints=checkpoints))
-    return specs
-
-
-def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
-    return ConfigError(
-        f"{spec.id}: kvctl does not know how vLLM stores its {state.kind.replace('_', ' ')} yet",
-        hint="--engine ideal says what the architecture needs",
-    )
-
-
 # -- the plan -------------------------------------------------------------------------------
 
 
@@ -296,6 +91,7 @@ class _Settings(Record):
     block: int
     batched: int
     in_flight: int
+    checkpoints: bool
     block_given: bool
     aligned: bool
     """Recurrent states live at block boundaries, for prefix caching."""
@@ -323,7 +119,7 @@ def plan(
                          hint="one of auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2")  # fmt: skip
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
-    by_layer = [(layer, _specs_of(layer, spec, fmt, ranks, serving.device == "cpu")) for layer, _ in spec.groups]
+    by_layer = [(layer, specs_of(layer, spec, fmt, ranks, serving.device == "cpu")) for layer, _ in spec.groups]
     every = [item for _, specs in by_layer for item in specs]
     if not every:
         raise ConfigError(f"{spec.model_type[:60]}: nothing that vLLM would cache")
@@ -331,10 +127,10 @@ def plan(
         raise ConfigError(f"vLLM {_dotted(rules.since)} does not serve recurrent layers from its KV cache")
     settings = _settings(spec, serving, rules, every, context, warnings)
     block, padded = _block_size(settings, every, reasons)
-    specs_of = {
+    placed_of = {
         id(layer): [_placed(item, settings, block, padded, context) for item in specs] for layer, specs in by_layer
     }
-    placed = [item for layer in spec.layers for item in specs_of[id(layer)]]
+    placed = [item for layer in spec.layers for item in placed_of[id(layer)]]
     if not rules.hybrid or serving.hybrid_disabled:
         placed = _promoted(placed, reasons)
     groups = _groups(placed, rules, reasons)
@@ -402,7 +198,7 @@ def _log(
 
 
 def _settings(
-    spec: ModelSpec, serving: Serving, rules: Rules, specs: list[_Spec], context: int, warnings: list[str]
+    spec: ModelSpec, serving: Serving, rules: Rules, specs: list[Spec], context: int, warnings: list[str]
 ) -> _Settings:
     cpu = serving.device == "cpu"
     kinds = {item.kind for item in specs}
@@ -430,11 +226,11 @@ def _settings(
     batches = 2 if rules.overlapped and not cpu else 1
     if cpu and "state" in kinds:
         warnings.append("on a CPU with AVX512-BF16 vLLM keeps Mamba and delta states in float32, which takes more")
-    return _Settings(cpu, ranks, block, batched, batches * batched, serving.block_size is not None,
-                     caching and "state" in kinds)  # fmt: skip
+    return _Settings(cpu, ranks, block, batched, batches * batched, rules.checkpoints,
+                     serving.block_size is not None, caching and "state" in kinds)  # fmt: skip
 
 
-def _block_size(settings: _Settings, specs: list[_Spec], reasons: list[str]) -> tuple[int, int]:
+def _block_size(settings: _Settings, specs: list[Spec], reasons: list[str]) -> tuple[int, int]:
     """Tokens in a block, and the page that states are padded to (0: they are not)."""
     tokens = [item.token_bytes for item in specs if item.kind in ("full", "latent")]
     pages = [item.page for item in specs if item.kind == "state"]
@@ -462,7 +258,7 @@ def _block_size(settings: _Settings, specs: list[_Spec], reasons: list[str]) -> 
     return block, block * token
 
 
-def _placed(item: _Spec, settings: _Settings, block: int, padded: int, context: int) -> _Spec:
+def _placed(item: Spec, settings: _Settings, block: int, padded: int, context: int) -> Spec:
     """A spec with its block size and page."""
     if item.kind == "state":
         # Without any attention the block is set before a platform's default is.
@@ -470,11 +266,11 @@ def _placed(item: _Spec, settings: _Settings, block: int, padded: int, context: 
         return item.replace(block=aligned if settings.aligned else context, page=max(item.page, padded))
     if item.kind == "window" and settings.cpu:
         # The CPU's kernel takes multiples of 32 only, and windows choose their own block.
-        return _sized(item, max(item.step, block // item.step * item.step))
-    return _sized(item, block)
+        return sized(item, max(item.step, block // item.step * item.step))
+    return sized(item, block)
 
 
-def _promoted(specs: list[_Spec], reasons: list[str]) -> list[_Spec]:
+def _promoted(specs: list[Spec], reasons: list[str]) -> list[Spec]:
     """Windows and chunks stored as if every token were kept."""
     if len({item.kind for item in specs}) == 1 and len({item.limit for item in specs}) == 1:
         return specs
@@ -484,10 +280,10 @@ def _promoted(specs: list[_Spec], reasons: list[str]) -> list[_Spec]:
         raise UsageError("vLLM needs the hybrid KV cache manager for a model whose windows differ")
     block = next(item.block for item in specs if item.grows)
     reasons.append("without the hybrid KV cache manager, windowed layers keep every token")
-    return [item if item.grows else _sized(item, block).replace(kind="full", limit=0) for item in specs]
+    return [item if item.grows else sized(item, block).replace(kind="full", limit=0) for item in specs]
 
 
-def _groups(specs: list[_Spec], rules: Rules, reasons: list[str]) -> list[list[_Spec]]:
+def _groups(specs: list[Spec], rules: Rules, reasons: list[str]) -> list[list[Spec]]:
     """Layers that share a block table; every group has a block of the same size."""
     first = specs[0]
     local = first.kind in ("window", "chunk")
@@ -499,7 +295,7 @@ def _groups(specs: list[_Spec], rules: Rules, reasons: list[str]) -> list[list[_
         return [specs]
     page = max(item.page for item in specs)
     unified = [_unify(item, page, reasons) for item in specs]
-    buckets: dict[_Spec, list[_Spec]] = {}
+    buckets: dict[Spec, list[Spec]] = {}
     for item in unified:
         buckets.setdefault(item, []).append(item)
     counts = [len(bucket) for bucket in buckets.values()]
@@ -511,7 +307,7 @@ def _groups(specs: list[_Spec], rules: Rules, reasons: list[str]) -> list[list[_
     return groups
 
 
-def _unify(item: _Spec, page: int, reasons: list[str]) -> _Spec:
+def _unify(item: Spec, page: int, reasons: list[str]) -> Spec:
     """The same page for every layer: more tokens in a block where that comes out even, padding elsewhere."""
     if item.page == page:
         return item
@@ -528,10 +324,10 @@ def _unify(item: _Spec, page: int, reasons: list[str]) -> _Spec:
     return item.replace(page=page)
 
 
-def _blocks(item: _Spec, context: int, settings: _Settings) -> int:
+def _blocks(item: Spec, context: int, settings: _Settings) -> int:
     """Blocks that one request of the maximum length holds in a group of such layers."""
     if item.kind == "state":
-        return 2 + item.checkpoints if settings.aligned else 1
+        return 2 + item.checkpoints * settings.checkpoints if settings.aligned else 1
     if item.kind == "window":
         return -(-min(item.limit - 1 + settings.in_flight, context) // item.block) + 1
     if item.kind == "chunk":
@@ -543,7 +339,7 @@ _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "in
           "chunk": "chunked_attention", "state": "recurrent_state"}  # fmt: skip
 
 
-def _row(group: list[_Spec], context: int, settings: _Settings) -> GroupRow:
+def _row(group: list[Spec], context: int, settings: _Settings) -> GroupRow:
     return GroupRow(
         kind=_KINDS[group[0].kind],
         layers=len(group),
@@ -553,7 +349,7 @@ def _row(group: list[_Spec], context: int, settings: _Settings) -> GroupRow:
     )
 
 
-def _explain(spec: ModelSpec, groups: list[list[_Spec]], settings: _Settings, context: int, reasons: list[str]) -> None:
+def _explain(spec: ModelSpec, groups: list[list[Spec]], settings: _Settings, context: int, reasons: list[str]) -> None:
     """Why the engine takes more than the architecture needs, in words."""
     widest = max(len(group) for group in groups)
     short = sum(widest - len(group) for group in groups)
@@ -570,7 +366,10 @@ def _explain(spec: ModelSpec, groups: list[list[_Spec]], settings: _Settings, co
                 f"a window keeps {window:,} − 1 tokens, {batches}{settings.batched:,} in flight, and one block more"
             )
     if settings.aligned:
-        reasons.append("prefix caching keeps recurrent states at block boundaries: 2 blocks a group, 3 with Mamba 2")
+        reasons.append(
+            "prefix caching keeps recurrent states at block boundaries: 2 blocks a group"
+            + (", and 1 for a checkpoint with Mamba 2" if settings.checkpoints else "")
+        )
     if settings.ranks > 1:
         heads = {s.kv_heads for layer, _ in spec.groups for s in layer.states if isinstance(s, Attention)}
         for count in sorted(heads):
