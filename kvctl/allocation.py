@@ -74,18 +74,20 @@ class Allocation(Record):
     """Lines that its start-up log will print."""
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
+    longest_sequence: int
+    """Tokens that one sequence may have: all of the context, or a slot's part of it."""
 
     @property
     def blocks_are_alike(self) -> bool:
         """Whether everything reserved is so many blocks of one size."""
         return (
-            bool(self.bytes_per_block)
+            self.bytes_per_block > 0
             and self.reserved_bytes % self.bytes_per_block == 0
-            and bool(self.max_concurrency is not None or self.kv_budget_bytes is None)
+            and (self.max_concurrency is not None or self.kv_budget_bytes is None)
         )
 
     def to_dict(self) -> dict[str, Any]:
-        out = {name: getattr(self, name) for name in self._fields if name != "warnings"}
+        out = {name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence")}
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]
         out["reasons"] = list(self.reasons)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import UsageError
 from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES, CacheFormat, DType, model_dtype
@@ -29,79 +30,52 @@ def read_dtype(text: str) -> DType | None:
     return dtype
 
 
-def read_cache_format(text: str, option: str, engine: Engine, serving: Serving) -> CacheFormat | None:
+def read_cache_format(text: str, option: str, engine: Engine) -> CacheFormat | None:
     """A cache format in the engine's own names; None for "auto"."""
-    return None if text.lower() == "auto" else engine.kv_dtype(text, serving, option)
+    return None if text.lower() == "auto" else engine.kv_dtype(text, option)
 
 
 DEVICES = ("gpu", "cpu")
 
 
-def read_serving(
-    engine: Engine,
-    *,
-    strict: bool,
-    device: str | None,
-    kv_budget: str | None,
-    tensor_parallel: int | None,
-    block_size: int | None,
-    max_batched: str | None,
-    prefix_caching: bool | None,
-    hybrid_disabled: bool,
-    slots: int | None,
-    unified: bool | None,
-    ubatch: int | None,
-    swa_full: bool,
-    flash_attention: str | None,
-) -> Serving:
-    """How the engine is started; options that are not this engine's are refused (`strict`) or left to others."""
+def read_serving(engine: Engine, given: Mapping[str, Any], *, strict: bool) -> Serving:
+    """How the engine is started: the values of its options by their names, None where one was not given.
+
+    Options that are not this engine's are refused (`strict`) or left to others.
+    """
     from kvctl.allocation import Serving
     from kvctl.engines import ENGINES
     from kvctl.units import parse_bytes, parse_tokens
 
-    given = {
-        "--device": device,
-        "--kv-budget": kv_budget,
-        "--tensor-parallel-size": tensor_parallel,
-        "--block-size": block_size,
-        "--max-num-batched-tokens": max_batched,
-        "--enable-prefix-caching": prefix_caching,
-        "--disable-hybrid-kv-cache-manager": hybrid_disabled or None,
-        "--parallel": slots,
-        "--kv-unified": unified,
-        "--ubatch-size": ubatch,
-        "--swa-full": swa_full or None,
-        "--flash-attn": flash_attention,
-    }
     for option, value in given.items():
         if strict and value is not None and option not in engine.options:
             takers = " or ".join(f"--engine {e.name}" for e in ENGINES if option in e.options)
             raise UsageError(f"{option} says how an engine is started; {engine.name} has no use for it",
                              hint=f"it is for {takers}")  # fmt: skip
-    for option, value, most in (
-        ("--tensor-parallel-size", tensor_parallel, 1024),
-        ("--block-size", block_size, 2**20),
-        ("--parallel", slots, 256),
-        ("--ubatch-size", ubatch, 2**20),
-    ):
+    for option, most in (
+        ("--tensor-parallel-size", 1024), ("--block-size", 2**20), ("--parallel", 256), ("--ubatch-size", 2**20)
+    ):  # fmt: skip
+        value = given[option]
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {most:,}")
-    batched = parse_tokens(max_batched, what="--max-num-batched-tokens") if max_batched is not None else None
-    if batched == 0:
-        raise UsageError("--max-num-batched-tokens: 0 is out of range", hint="at least 1")
-    flash = _one_of(flash_attention or "auto", "--flash-attn", ("auto", "on", "off"))
+    budget, batched = given["--kv-budget"], given["--max-num-batched-tokens"]
+    if batched is not None:
+        batched = parse_tokens(batched, what="--max-num-batched-tokens")
+        if batched == 0:
+            raise UsageError("--max-num-batched-tokens: 0 is out of range", hint="at least 1")
+    flash = _one_of(given["--flash-attn"] or "auto", "--flash-attn", ("auto", "on", "off"))
     return Serving(
-        device=_one_of(device or "gpu", "--device", DEVICES),
-        kv_budget=parse_bytes(kv_budget, what="--kv-budget") if kv_budget is not None else None,
-        tensor_parallel=tensor_parallel,
-        block_size=block_size,
+        device=_one_of(given["--device"] or "gpu", "--device", DEVICES),
+        kv_budget=parse_bytes(budget, what="--kv-budget") if budget is not None else None,
+        tensor_parallel=given["--tensor-parallel-size"],
+        block_size=given["--block-size"],
         max_batched=batched,
-        prefix_caching=prefix_caching,
-        hybrid_disabled=hybrid_disabled,
-        slots=slots,
-        unified=unified,
-        ubatch=ubatch,
-        swa_full=swa_full,
+        prefix_caching=given["--enable-prefix-caching"],
+        hybrid_disabled=bool(given["--disable-hybrid-kv-cache-manager"]),
+        slots=given["--parallel"],
+        unified=given["--kv-unified"],
+        ubatch=given["--ubatch-size"],
+        swa_full=bool(given["--swa-full"]),
         flash_attention=None if flash == "auto" else flash == "on",
     )
 

@@ -77,7 +77,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         warnings.append(f"the configuration says fp32 and {plan.engine.name} runs that in bf16; --dtype fp32 keeps it")
     usual = plan.engine.cache_format or plain(dtype)
     if spec.kv_format is not None and plan.engine.follows_checkpoint and plan.key is None and plan.value is None:
-        usual = plan.engine.kv_dtype(spec.kv_format, plan.serving, "--kv-cache-dtype")
+        usual = plan.engine.kv_dtype(spec.kv_format, "--kv-cache-dtype")
         warnings.append(
             f"the checkpoint names {spec.kv_format} for the cache and {plan.engine.name} follows; --kv-cache-dtype sets another"
         )
@@ -88,13 +88,14 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             hint="--dtype sets that; other formats of the cache: --engine ideal",
         )
     work = _workload(spec, context, plan, warnings)
-    # llama.cpp divides --ctx over slots with a stream of their own.
-    shares = plan.serving.slots if plan.serving.slots is not None and not plan.serving.unified else 1
-    if spec.max_context is not None and work.context > spec.max_context * shares:
-        warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
-
     engine, keep = plan.engine, plan.engine.retention
     copies = plan.sequences * plan.beams
+    allocation = engine.plan(spec, work.context, copies, fmt, plan.serving)
+    longest = allocation.longest_sequence if allocation is not None else work.context
+    if spec.max_context is not None and longest > spec.max_context:
+        warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
+    if allocation is not None:
+        warnings += allocation.warnings
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
     growth: Rational = 0
@@ -117,9 +118,6 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             entry[1] += bytes_ * count
             total += bytes_ * count
 
-    allocation = engine.plan(spec, work.context, copies, fmt, plan.serving)
-    if allocation is not None:
-        warnings += allocation.warnings
     naive = spec.naive.size(work, fmt) * plan.beams if spec.naive is not None else None
     formulas: Sequence[Formula] = ()
     if plan.explain:

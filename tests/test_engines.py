@@ -46,3 +46,9 @@ def test_no_answer_at_all_is_an_error(kvctl: Run) -> None:
     assert outcome.code == 1
     assert "no engine answers" in outcome.err
     assert kvctl("size", "Qwen3-32B", "--engine", "all", "--explain").code == 2
+
+
+def test_what_is_wrong_for_every_engine_is_said_once(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-32B", "--engine", "all", "--ctx", "1x")
+    assert outcome.code == 2
+    assert outcome.err.count("is not a number of tokens") == 1

@@ -317,42 +317,42 @@ def size(
     if everyone and (explain or per_layer):
         raise UsageError("--explain and --per-layer are about one engine", hint="name it with --engine")
 
+    # What is wrong whatever the engine is said once, before any is asked.
+    common = SizePlan(
+        engine=ENGINES[0],
+        contexts=parse_token_list(ctx) if ctx is not None else None,
+        sequences=options.at_least_one(sequences, "--sequences"),
+        beams=options.at_least_one(beams, "--beams"),
+        dtype=options.read_dtype(dtype),
+        encoder_tokens=encoder_tokens,
+        image_tokens=image_tokens,
+        audio_tokens=audio_tokens,
+        per_layer=per_layer,
+        explain=explain,
+    )
+    given = {
+        "--device": device,
+        "--kv-budget": kv_budget,
+        "--tensor-parallel-size": tensor_parallel,
+        "--block-size": block_size,
+        "--max-num-batched-tokens": max_batched,
+        "--enable-prefix-caching": prefix_caching,
+        "--disable-hybrid-kv-cache-manager": hybrid_disabled or None,
+        "--parallel": slots,
+        "--kv-unified": unified,
+        "--ubatch-size": ubatch,
+        "--swa-full": swa_full or None,
+        "--flash-attn": flash_attention,
+    }
+
     def plan_for(rules: Engine) -> SizePlan:
-        serving = options.read_serving(
-            rules,
-            strict=not everyone,
-            device=device,
-            kv_budget=kv_budget,
-            tensor_parallel=tensor_parallel,
-            block_size=block_size,
-            max_batched=max_batched,
-            prefix_caching=prefix_caching,
-            hybrid_disabled=hybrid_disabled,
-            slots=slots,
-            unified=unified,
-            ubatch=ubatch,
-            swa_full=swa_full,
-            flash_attention=flash_attention,
-        )
-        if rules.name == "vllm" and (k_dtype, v_dtype) != ("auto", "auto"):
-            raise UsageError(
-                "vllm keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
-            )
-        both = options.read_cache_format(kv_dtype, "--kv-dtype", rules, serving)
-        return SizePlan(
+        serving = options.read_serving(rules, given, strict=not everyone)
+        both = options.read_cache_format(kv_dtype, "--kv-dtype", rules)
+        return common.replace(
             engine=rules,
             serving=serving,
-            contexts=parse_token_list(ctx) if ctx is not None else None,
-            sequences=options.at_least_one(sequences, "--sequences"),
-            beams=options.at_least_one(beams, "--beams"),
-            dtype=options.read_dtype(dtype),
-            key=options.read_cache_format(k_dtype, "--k-dtype", rules, serving) or both,
-            value=options.read_cache_format(v_dtype, "--v-dtype", rules, serving) or both,
-            encoder_tokens=encoder_tokens,
-            image_tokens=image_tokens,
-            audio_tokens=audio_tokens,
-            per_layer=per_layer,
-            explain=explain,
+            key=options.read_cache_format(k_dtype, "--k-dtype", rules) or both,
+            value=options.read_cache_format(v_dtype, "--v-dtype", rules) or both,
         )
 
     plans: list[SizePlan] = []

@@ -26,7 +26,7 @@ class Planner(Protocol):
     ) -> Allocation:
         """What the engine reserves for requests of `context` tokens."""
 
-    def kv_dtype(self, name: str, serving: Serving, option: str) -> CacheFormat:
+    def kv_dtype(self, name: str, option: str) -> CacheFormat:
         """The cache format that `name` means; unknown ones list what there is."""
 
     def check_version(self, version: str) -> None:
@@ -58,17 +58,21 @@ class Engine(Record):
     @property
     def planner(self) -> Planner:
         """The module with its rules, loaded when first asked for."""
-        from kvctl.engines import llama_cpp, vllm
+        if self.name == "vllm":
+            from kvctl.engines import vllm
 
-        return vllm if self.name == "vllm" else llama_cpp
+            return vllm
+        from kvctl.engines import llama_cpp
+
+        return llama_cpp
 
     def plan(self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving) -> Allocation | None:
         """What it reserves for such requests; None where it allocates as it goes."""
         return self.planner.plan(spec, context, sequences, fmt, serving, self.version) if self.plans else None
 
-    def kv_dtype(self, name: str, serving: Serving, option: str) -> CacheFormat:
+    def kv_dtype(self, name: str, option: str) -> CacheFormat:
         """The cache format that `name` means to this engine."""
-        return self.planner.kv_dtype(name, serving, option) if self.plans else cache_format(name, option=option)
+        return self.planner.kv_dtype(name, option) if self.plans else cache_format(name, option=option)
 
 
 IDEAL = Engine(

@@ -10,11 +10,12 @@ one stream that all slots share, otherwise every slot has a stream of its own.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
+from kvctl.engines import IDEAL
+from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record
 from kvctl.spec import (
-    Attention,
     ChunkedAttention,
     ConvState,
     Empty,
@@ -43,7 +44,7 @@ _IGNORES_WINDOWS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"
 """Model types by what their architecture in llama.cpp does: the second group stores every token."""
 
 
-def kv_dtype(name: str, serving: Serving, option: str) -> CacheFormat:
+def kv_dtype(name: str, option: str) -> CacheFormat:
     """The cache format that llama.cpp's `name` means; unknown ones list what there is."""
     ours = KV_TYPES.get(name.lower())
     if ours is None:
@@ -146,7 +147,7 @@ def plan(
         k, v = (cells * laid.streams * row / MIB for row in (cache.k_row, cache.v_row))
         log.append(
             f"llama_kv_cache: size = {size / MIB:7.2f} MiB ({cells:6d} cells, {cache.layers:3d} layers, "
-            f"{laid.slots:2d}/{laid.streams} seqs), K ({_name(fmt.key)}): {k:7.2f} MiB, V ({_name(fmt.value)}): {v:7.2f} MiB"
+            f"{laid.slots:2d}/{laid.streams} seqs), K ({fmt.key.name}): {k:7.2f} MiB, V ({fmt.value.name}): {v:7.2f} MiB"
         )
         if cache.reach and cells < laid.cells:
             times = f"{laid.slots} × " if laid.unified and laid.slots > 1 else ""
@@ -171,7 +172,7 @@ def plan(
     block = PAD * sum(cache.row for cache in caches if not cache.reach)
     budget = serving.kv_budget
     # Without a cache that grows there is no longest context to find.
-    capacity = _largest(spec, fmt, serving, budget, caches, r_bytes + s_bytes) if budget is not None and block else None
+    capacity = _largest(spec, serving, budget, caches, r_bytes + s_bytes) if budget is not None and block else None
     warnings = []
     if budget is not None and total > budget:
         warnings.append(f"the cache takes {total:,} bytes, more than the budget of {budget:,}")
@@ -192,11 +193,8 @@ def plan(
         log=tuple(log),
         reasons=tuple(reasons),
         warnings=tuple(warnings),
+        longest_sequence=min(context, laid.cells),
     )
-
-
-def _name(fmt: CacheFormat) -> str:
-    return {"fp16": "f16", "fp32": "f32"}.get(fmt.name, fmt.name)
 
 
 def _ubatch(serving: Serving, laid: _Plan) -> int:
@@ -211,7 +209,7 @@ def _cells(cache: _Cache, laid: _Plan, serving: Serving) -> int:
     return min(laid.cells, _pad(cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving, laid)))
 
 
-def _largest(spec: ModelSpec, fmt: Formats, serving: Serving, budget: int, caches: list[_Cache], state: int) -> int:
+def _largest(spec: ModelSpec, serving: Serving, budget: int, caches: list[_Cache], state: int) -> int:
     """The largest context in the budget, a multiple of 256 for every stream; the model's own maximum at most."""
 
     def takes(context: int) -> int:
@@ -219,8 +217,7 @@ def _largest(spec: ModelSpec, fmt: Formats, serving: Serving, budget: int, cache
         held = sum(_cells(cache, laid, serving) * cache.row for cache in caches) * laid.streams
         return held + state * laid.slots
 
-    streams = _layout(2**24, serving).streams
-    step = PAD * streams
+    step = PAD * _layout(2**24, serving).streams
     low, high = 0, (spec.max_context or 2**24) // PAD
     while low < high:
         middle = (low + high + 1) // 2
@@ -238,8 +235,7 @@ def _caches(spec: ModelSpec, fmt: Formats, serving: Serving) -> tuple[list[_Cach
         states = [state for state in layer.states_in("llama.cpp") if not isinstance(state, Empty)]
         for state in states:
             if isinstance(state, ConvState):
-                columns = state.kernel - 1 if state.fixed_columns is None else state.fixed_columns
-                r_bytes += state.channels * columns * 4
+                r_bytes += state.channels * state.columns(IDEAL.retention) * 4
             elif isinstance(state, RecurrentState) and state.name in ("delta", "kda", "ssm"):
                 s_bytes += state.elements * 4
             elif isinstance(state, LatentAttention) and state.window is None:
@@ -250,22 +246,18 @@ def _caches(spec: ModelSpec, fmt: Formats, serving: Serving) -> tuple[list[_Cach
             ):
                 _fits(fmt.key, state.dim)
                 widths.setdefault(("indexer", 0), []).append((fmt.key.row_bytes(state.dim), 0))
-            elif type(state) in (FullAttention, SlidingWindow, ChunkedAttention):
-                assert isinstance(state, Attention)
-                if not state.value_dim or (isinstance(state, FullAttention) and state.prefix):
-                    raise _unknown(spec, state)
-                kind, reach = _kind(spec, state)
-                _fits(fmt.key, state.key_dim)
-                _fits(fmt.value, state.value_dim)
+            elif (attention := plain_attention(state)) is not None:
+                _fits(fmt.key, attention.key_dim)
+                _fits(fmt.value, attention.value_dim)
                 rows = (
-                    fmt.key.row_bytes(state.kv_heads * state.key_dim),
-                    fmt.value.row_bytes(state.kv_heads * state.value_dim),
+                    fmt.key.row_bytes(attention.kv_heads * attention.key_dim),
+                    fmt.value.row_bytes(attention.kv_heads * attention.value_dim),
                 )
-                widths.setdefault((kind, reach), []).append(rows)
+                widths.setdefault(_kind(spec, attention), []).append(rows)
             else:
-                raise _unknown(spec, state)
+                raise not_known(spec, state, "llama.cpp")
         if sum(isinstance(state, ConvState) for state in states) > 1:
-            raise _unknown(spec, states[-1])
+            raise not_known(spec, states[-1], "llama.cpp")
     if not widths and not (r_bytes or s_bytes):
         raise ConfigError(f"{spec.model_type[:60]}: nothing that llama.cpp would cache")
     if len([key for key in widths if key[1]]) > 1:
@@ -301,10 +293,3 @@ def _fits(fmt: CacheFormat, width: int) -> None:
     """ggml quantises whole blocks of a head."""
     if width % fmt.block:
         raise UsageError(f"llama.cpp cannot keep heads of {width} elements in {fmt.name}: its blocks have {fmt.block}")
-
-
-def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
-    return ConfigError(
-        f"{spec.id}: kvctl does not know how llama.cpp stores its {state.kind.replace('_', ' ')} yet",
-        hint="--engine ideal says what the architecture needs",
-    )

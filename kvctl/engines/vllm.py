@@ -143,7 +143,7 @@ def plan(
     budget = serving.kv_budget
     num_blocks = budget // bytes_per_block if budget is not None else None
     concurrency = capacity = reported = None
-    starts = False
+    log: tuple[str, ...] = ()
     if num_blocks is not None:
         concurrency = num_blocks / request
         # Through a float, as vLLM does: its log shows the result of exactly this.
@@ -154,13 +154,15 @@ def plan(
             "groups": num_blocks // len(groups) * smallest,
             "concurrency": capacity,
         }[rules.capacity]
-        starts = num_blocks - 1 >= request
-        if starts and reserved > num_blocks * bytes_per_block:
-            warnings.append(
-                f"{plural(sequences, 'request')} of this length need {sequences * request:,} blocks, and the budget holds "
-                f"{num_blocks:,}: some would wait"
-            )
-        if not starts:
+        # One block is always set aside.
+        if num_blocks - 1 >= request:
+            log = _log(rules, serving, context, reported, concurrency)
+            if reserved > num_blocks * bytes_per_block:
+                warnings.append(
+                    f"{plural(sequences, 'request')} of this length need {sequences * request:,} blocks, "
+                    f"and the budget holds {num_blocks:,}: some would wait"
+                )
+        else:
             warnings.append(
                 f"vLLM would not start: one request of {context:,} tokens needs {request:,} blocks, "
                 f"and the budget holds {num_blocks:,}, one of them set aside"
@@ -179,18 +181,15 @@ def plan(
         max_concurrency=concurrency,
         per_rank=tuple(RankRow(rank, bytes_per_block, reserved) for rank in range(ranks)),
         groups=rows,
-        log=_log(rules, serving, context, reported, concurrency) if starts else (),
+        log=log,
         reasons=tuple(reasons),
         warnings=tuple(warnings),
+        longest_sequence=context,
     )
 
 
-def _log(
-    rules: Rules, serving: Serving, context: int, tokens: int | None, concurrency: float | None
-) -> tuple[str, ...]:
-    """What the engine prints at start-up; nothing without a budget."""
-    if tokens is None:
-        return ()
+def _log(rules: Rules, serving: Serving, context: int, tokens: int, concurrency: float) -> tuple[str, ...]:
+    """What the engine prints at start-up."""
     pool = "CPU" if serving.device == "cpu" else "GPU"
     size = f"{pool} KV cache size: {tokens:,} tokens"
     limit = f"Maximum concurrency for {context:,} tokens per request: {concurrency:.2f}x"

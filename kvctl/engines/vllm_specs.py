@@ -5,9 +5,10 @@ Sources: vllm 0.32.0 model_executor/layers/attention, layers/mamba/mamba_utils.p
 
 from __future__ import annotations
 
-from kvctl.allocation import Serving
-from kvctl.errors import ConfigError, UsageError
-from kvctl.formats import FP32, CacheFormat, DType
+from kvctl.engines import IDEAL
+from kvctl.engines.states import not_known, plain_attention
+from kvctl.errors import UsageError
+from kvctl.formats import BF16, FP16, FP32, CacheFormat, DType, cache_format, plain
 from kvctl.record import Record
 from kvctl.spec import (
     Attention,
@@ -15,37 +16,32 @@ from kvctl.spec import (
     ConvState,
     Empty,
     Formats,
-    FullAttention,
     Indexer,
     LatentAttention,
     Layer,
-    LayerState,
     ModelSpec,
     RecurrentState,
     SlidingWindow,
 )
 
-_ONE_BYTE = "1 byte an element; scales a tensor, kept with the weights"
+_FP8, _PER_HEAD = cache_format("fp8"), cache_format("int8_per_token_head")
 _DS_MLA = CacheFormat("fp8_ds_mla", 576, 656, "656 bytes a token: 512 fp8, 4 fp32 scales, 64 bf16 of the rotary key")
 
 KV_DTYPES: dict[str, CacheFormat] = {
-    "float16": CacheFormat("fp16", 1, 2, "2 bytes an element"),
-    "bfloat16": CacheFormat("bf16", 1, 2, "2 bytes an element"),
-    "fp8": CacheFormat("fp8", 1, 1, _ONE_BYTE),
-    "fp8_e4m3": CacheFormat("fp8_e4m3", 1, 1, _ONE_BYTE),
-    "fp8_e5m2": CacheFormat("fp8_e5m2", 1, 1, _ONE_BYTE),
-    "fp8_inc": CacheFormat("fp8_inc", 1, 1, _ONE_BYTE),
+    "float16": plain(FP16),
+    "bfloat16": plain(BF16),
+    **{name: _FP8.replace(name=name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")},
     "fp8_ds_mla": _DS_MLA,
-    "fp8_per_token_head": CacheFormat(
-        "fp8_per_token_head", 1, 1, "1 byte an element + a 4-byte scale for each token and KV head", 4
-    ),
-    "int8_per_token_head": CacheFormat(
-        "int8_per_token_head", 1, 1, "1 byte an element + a 4-byte scale for each token and KV head", 4
-    ),
+    "fp8_per_token_head": cache_format("fp8_per_token_head"),
+    "int8_per_token_head": _PER_HEAD,
     "int4_per_token_head": CacheFormat(
-        "int4_per_token_head", 2, 1, "1 byte per 2 elements + a 4-byte scale for each token and KV head", 4
+        "int4_per_token_head",
+        2,
+        1,
+        "1 byte per 2 elements + a 4-byte scale for each token and KV head",
+        _PER_HEAD.head_bytes,
     ),
-    "nvfp4": CacheFormat("nvfp4", 16, 9, "9 bytes per 16 elements: e2m1 and one e4m3 scale"),
+    "nvfp4": cache_format("nvfp4"),
 }
 """What --kv-cache-dtype takes. vLLM also has packed formats (turboquant_*, ultraquant_4bit,
 nvfp4_ds_mla) that are not counted here yet."""
@@ -54,8 +50,12 @@ _UNCOUNTED = ("nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc", "turboqua
               "ultraquant_4bit", "nvfp4_4over6")  # fmt: skip
 
 
-def kv_dtype(name: str, serving: Serving, option: str) -> CacheFormat:
+def kv_dtype(name: str, option: str) -> CacheFormat:
     """The cache format that vLLM's --kv-cache-dtype `name` means; unknown ones list what there is."""
+    if option in ("--k-dtype", "--v-dtype"):
+        raise UsageError(
+            "vllm keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
+        )
     fmt = KV_DTYPES.get(name.lower())
     if fmt is None:
         known = name.lower() in _UNCOUNTED
@@ -113,7 +113,9 @@ _CONFIG_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3
 """Model types whose state dtype vLLM takes from the config; others follow the model's dtype."""
 
 
-def _state_bytes(states: list[LayerState], model_type: str, fmt: Formats, ranks: int) -> tuple[int, int]:
+def _state_bytes(
+    states: list[ConvState | RecurrentState], model_type: str, fmt: Formats, ranks: int
+) -> tuple[int, int]:
     """Bytes of one request's convolution and recurrent state on one rank, and Mamba 2's checkpoint blocks."""
     total, checkpoints = 0, 0
     for state in states:
@@ -128,9 +130,9 @@ def _state_bytes(states: list[LayerState], model_type: str, fmt: Formats, ranks:
                         hint="vLLM refuses this split",
                     )
                 channels += (ranks - 1) * width
-            columns = state.kernel - 1 if state.fixed_columns is None else state.fixed_columns
+            columns = state.columns(IDEAL.retention)
             total += _divide(channels, ranks, "channels of the convolution") * columns * fmt.model.bytes
-        elif isinstance(state, RecurrentState):
+        else:
             dtype: DType = fmt.model
             if state.name == "kda":
                 dtype = FP32
@@ -176,7 +178,7 @@ _STATES = {("conv",), ("conv", "delta"), ("conv", "kda"), ("conv", "ssm")}
 def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool) -> list[Spec]:
     """Specs of one layer, block size still open (0)."""
     specs: list[Spec] = []
-    states: list[LayerState] = []
+    states: list[ConvState | RecurrentState] = []
     for state in layer.states_in("vllm"):
         if isinstance(state, Empty):
             continue
@@ -187,30 +189,18 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool)
         elif isinstance(state, Indexer) and state.stride == 1 and state.dim % 128 == 0 and specs:
             # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
             specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0))
-        elif type(state) in (FullAttention, SlidingWindow, ChunkedAttention):
-            assert isinstance(state, Attention)
+        elif (attention := plain_attention(state)) is not None:
             if fmt.key.name == _DS_MLA.name:
                 raise UsageError(
                     "--kv-cache-dtype fp8_ds_mla is for latent attention; this model keeps keys and values"
                 )
-            if not state.value_dim or (isinstance(state, FullAttention) and state.prefix):
-                raise _unknown(spec, state)
-            specs.append(_attention(state, fmt, _heads(state.kv_heads, ranks), cpu))
+            specs.append(_attention(attention, fmt, _heads(attention.kv_heads, ranks), cpu))
         else:
-            raise _unknown(spec, state)
+            raise not_known(spec, state, "vLLM")
     if states:
-        names = tuple(
-            "conv" if isinstance(s, ConvState) else s.name for s in states if isinstance(s, (ConvState, RecurrentState))
-        )
+        names = tuple("conv" if isinstance(s, ConvState) else s.name for s in states)
         if names not in _STATES or (names == ("conv",) and specs):
-            raise _unknown(spec, states[-1])
+            raise not_known(spec, states[-1], "vLLM")
         page, checkpoints = _state_bytes(states, spec.model_type, fmt, ranks)
         specs.append(Spec("state", 0, 0, page=page, checkpoints=checkpoints))
     return specs
-
-
-def _unknown(spec: ModelSpec, state: LayerState) -> ConfigError:
-    return ConfigError(
-        f"{spec.id}: kvctl does not know how vLLM stores its {state.kind.replace('_', ' ')} yet",
-        hint="--engine ideal says what the architecture needs",
-    )

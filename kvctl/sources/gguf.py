@@ -12,7 +12,6 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +229,7 @@ class _Reader:
     def texts(self, count: int, keep: bool) -> list[str] | None:
         if keep:
             return [self.text(self.size) for _ in range(count)]
-        for _ in self.skip(count):
-            pass
-        return None
-
-    def skip(self, count: int) -> Iterator[None]:
-        """Over texts, quickly: vocabularies have hundreds of thousands."""
+        # Over them quickly: vocabularies have hundreds of thousands.
         data, size, at = self.data, self.size, self.at
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -244,5 +238,5 @@ class _Reader:
             at += 8 + unpack(data, at)[0]
             if at > size:
                 raise _broken(self.where, "ends in the middle of its header")
-            yield
         self.at = at
+        return None

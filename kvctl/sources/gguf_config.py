@@ -36,7 +36,7 @@ class _Keys:
         return self._checked(key, value, minimum)
 
     def _checked(self, key: str, value: Any, minimum: int) -> int:
-        name = f"{jsonfile.plain(self.where)}: {self.architecture}.{key}"
+        name = f"{self.where}: {self.architecture}.{key}"
         if value is None:
             raise ConfigError(f"{name} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= 2**40:
@@ -87,6 +87,17 @@ def _base(keys: _Keys) -> Config:
     }
 
 
+def _head_width(keys: _Keys, default: int) -> int:
+    """Elements of a head, of its keys as of its values."""
+    width = keys.number("attention.key_length", default)
+    if keys.number("attention.value_length", width) != width:
+        raise ConfigError(
+            f"{keys.where}: keys of {width} and values of {keys.get('attention.value_length')} elements; "
+            f"kvctl does not know that of the architecture {keys.architecture}"
+        )
+    return width
+
+
 def _attention(keys: _Keys) -> Config:
     """Heads and their width; keys and values of one width."""
     config = _base(keys)
@@ -95,14 +106,7 @@ def _attention(keys: _Keys) -> Config:
     if heads[0] == 0:
         raise ConfigError(f"{keys.where}: {keys.architecture}.attention.head_count is missing")
     kv = keys.per_layer("attention.head_count_kv", layers, heads[0], minimum=0)
-    width = keys.number("attention.key_length", config["hidden_size"] // max(heads))
-    if keys.number("attention.value_length", width) != width:
-        raise ConfigError(
-            f"{keys.where}: keys of {width} and values of {keys.get('attention.value_length')} elements; "
-            f"kvctl does not know that of the architecture {keys.architecture}"
-        )
-    if len(set(heads)) > 1 and keys.get("attention.key_length") is None:
-        raise ConfigError(f"{keys.where}: {keys.architecture}.attention.key_length is missing, and head counts differ")
+    width = _head_width(keys, config["hidden_size"] // max(heads))
     if len(set(heads)) > 1 and keys.get("attention.key_length") is None:
         raise ConfigError(f"{keys.where}: {keys.architecture}.attention.key_length is missing, and head counts differ")
     if not all(kv):
@@ -244,11 +248,7 @@ def _lfm2(keys: _Keys) -> Config:
     if keys.number("attention.sliding_window", 0, minimum=0):
         raise ConfigError(f"{keys.where}: {keys.architecture} with a window, which kvctl does not know of it")
     heads = keys.number("attention.head_count")
-    width = keys.number("attention.key_length", config["hidden_size"] // heads)
-    if keys.number("attention.value_length", width) != width:
-        raise ConfigError(
-            f"{keys.where}: keys and values of different widths, which kvctl does not know of {keys.architecture}"
-        )
+    width = _head_width(keys, config["hidden_size"] // heads)
     return config | {
         "num_attention_heads": heads,
         "head_dim": width,
