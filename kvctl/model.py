@@ -77,8 +77,11 @@ def _language_model_path(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Everything that can be said about a model before a workload is known."""
+def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, checked: bool = True) -> ModelSpec:
+    """Everything that can be said about a model before a workload is known.
+
+    `checked`: a what-if that no rule reads is an error.
+    """
     config, paths = apply_overrides(found.config, overrides) if overrides else (found.config, {})
     root = Fields(config)
     try:
@@ -116,7 +119,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         default_encoder=_default_encoder(text) if cross else None,
         cross_input=_cross_input(root, text) if cross else "",
     )
-    _check_effect(root, text, paths)
+    if checked:
+        _check_effect(root, text, paths)
     return spec
 
 

@@ -221,7 +221,7 @@ def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
         (("Qwen3-32B", "--engine", "vllm", "-tp", "0"), "out of range"),
         (("Qwen3-32B", "--engine", "vllm", "--block-size", "20"), "no multiple of 16"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "16 apples"), "not an amount of memory"),
-        (("Qwen3-32B", "--engine", "vllm", "--device", "tpu"), "unknown device"),
+        (("Qwen3-32B", "--engine", "vllm", "--device", "tpu"), "unknown value 'tpu'"),
         (("Qwen3-32B", "--engine", "vllm", "--ctx", "0"), "maximum length"),
         (("whisper-large-v3", "--engine", "vllm"), "does not know how vLLM stores its cross attention"),
         (("Qwen3-Next-80B-A3B-Instruct", "--engine", "vllm@0.8"), "does not serve recurrent layers"),
