@@ -59,7 +59,7 @@ def command(argv: Sequence[str] | None = None) -> Any:
     sized = tree.commands["size"]
     place = 1 + next(index for index, param in enumerate(sized.params) if param.name == "engine_args")
     words = None if argv is None else {word.partition("=")[0] for word in argv}
-    rows = [flag for flag in FLAGS if words is None or words & {*flag.spellings, *flag.off}]
+    rows = [flag for flag in FLAGS if flag.spellings and (words is None or words & {*flag.spellings, *flag.off})]
     sized.params[place:place] = [_engine_option(flag, words or ()) for flag in rows]
     return tree
 

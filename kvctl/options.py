@@ -57,7 +57,15 @@ class Asked(Record):
         """How one engine is started."""
         from kvctl.engines.flags import serving
 
-        return serving(engine.name, self.flags, strict=strict)
+        started = serving(engine.name, self.flags, strict=strict)
+        if started.speculative is None:
+            return started
+        from kvctl.engines.vllm_speculation import draft_model
+        from kvctl.model import build_spec
+        from kvctl.sources import resolve
+
+        name = draft_model(started.speculative)
+        return started.replace(draft=build_spec(resolve(name))) if name else started
 
     def cache_formats(self, engine: Engine) -> tuple[CacheFormat | None, CacheFormat | None]:
         """Formats of keys and of values in the engine's own names; None for its default."""
@@ -65,7 +73,7 @@ class Asked(Record):
         shared = read_cache_format(both, "--kv-dtype", engine)
         return (
             read_cache_format(key, "--k-dtype", engine) or shared,
-            read_cache_format(value, "--v-dtype", engine) or shared,
+            read_cache_format(value, "--v-dtype", engine) or (shared and (shared.values or shared)),
         )
 
 
@@ -117,6 +125,8 @@ def read_asked(
     )
     taken = {item.flag.field for item in flags}
     notes = list(pasted.notes)
+    if length.lower() in ("auto", "-1"):
+        notes.append("its length is left open: sized at the model's own maximum, which the engine lowers until it fits")
     if not version and pasted.version:
         from kvctl.engines import engine as find
 

@@ -90,7 +90,7 @@ def of_llama_cpp(source: Path) -> Flags:
     for match in re.finditer(r"common_arg\(\s*\{([^}]*)\},\s*(\{[^}]*\},)?", text):
         names = set(re.findall(r'"(-[^"]+)"', match[1]))
         handler = re.search(r"\[[^\]]*\]\(common_params &[^)]*\)", text[match.start() : match.start() + 1500])
-        if handler and re.search("std::string|int value", handler[0]):
+        if handler and re.search(r"std::string|\bint ", handler[0]):
             values |= names
         else:
             switches |= names | set(re.findall(r'"(-[^"]+)"', match[2] or ""))

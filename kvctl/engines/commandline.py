@@ -40,8 +40,6 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
         "LLAMA_ARG_UBATCH": "-ub", "LLAMA_ARG_BATCH": "-b", "LLAMA_ARG_FLASH_ATTN": "-fa", "LLAMA_ARG_KV_UNIFIED": "-kvu",
         "LLAMA_ARG_SWA_FULL": "--swa-full", "LLAMA_ARG_NO_KV_OFFLOAD": "-nkvo",
     },
-    "ollama": {name: name for name in ("OLLAMA_CONTEXT_LENGTH", "OLLAMA_KV_CACHE_TYPE", "OLLAMA_NUM_PARALLEL",
-                                       "OLLAMA_FLASH_ATTENTION")},
 }  # fmt: skip
 
 # What starts an engine: program, what must follow it, engine.
@@ -335,15 +333,13 @@ class _Reader:
         return self._started(positional)
 
     def _environment(self, environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-        for variable, name in ENVIRONMENT.get(self.engine, {}).items():
-            value = environment.get(variable)
-            if value is None:
-                continue
-            if self._is_switch(name):
-                if value.lower() in ("1", "true", "on", "enabled"):
-                    yield name, None
-            else:
+        names = {name: name for name in (*self.flags, *self.common)} | dict(ENVIRONMENT.get(self.engine, {}))
+        for variable in names.keys() & environment.keys():
+            name, value = names[variable], environment[variable]
+            if not self._is_switch(name):
                 yield name, value
+            elif value.lower() in ("1", "true", "on", "enabled"):
+                yield name, None
 
     def _canonical(self, name: str) -> str:
         if self.engine in ("vllm", "sglang") and name.startswith("--"):

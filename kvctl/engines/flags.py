@@ -47,14 +47,14 @@ class Flag(Record):
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every spelling, long ones first."""
-        every = dict.fromkeys(name for names in self.names.values() for name in names)
+        """Every spelling as an option, long ones first; settings of the environment have none."""
+        every = dict.fromkeys(name for names in self.names.values() for name in names if name.startswith("-"))
         return tuple(sorted(every, key=lambda name: not name.startswith("--")))
 
     @property
     def key(self) -> str:
         """A name for it that is unique in the table."""
-        return self.spellings[0].lstrip("-").replace("-", "_")
+        return self.spellings[0].lstrip("-").replace("-", "_") if self.spellings else self.field
 
     def read(self, text: str, spelling: str) -> Any:
         """The value that `text` stands for."""
@@ -137,6 +137,10 @@ def _object(text: str, spelling: str, flag: Flag) -> Mapping[str, Any]:
     return value
 
 
+def _counts(text: str, spelling: str, flag: Flag) -> tuple[int, ...]:
+    return tuple(_count(part, spelling, flag) for part in text.strip("[]() ").split(","))
+
+
 SWITCH = Kind("", None)
 COUNT = Kind("N", _count)
 TOKENS = Kind("TOKENS", _tokens)
@@ -146,6 +150,7 @@ NUMBER = Kind("X", _number)
 CHOICE = Kind("NAME", _choice)
 ON_OFF = Kind("NAME", _on_off)
 OBJECT = Kind("JSON", _object)
+COUNTS = Kind("N,N,…", _counts)
 
 
 # -- the table ------------------------------------------------------------------------------
@@ -158,15 +163,43 @@ FLAGS: tuple[Flag, ...] = (
          choices=DEVICES),
     Flag("tensor_parallel", COUNT, {"vllm": ("--tensor-parallel-size", "-tp")}, "GPUs that share every layer.",
          high=1024),
+    Flag("pipeline_parallel", COUNT, {"vllm": ("--pipeline-parallel-size", "-pp")},
+         "Stages that the layers are divided over.", high=1024),
+    Flag("stage_layers", COUNTS, {"vllm": ("VLLM_PP_LAYER_PARTITION",)}, "Layers of every pipeline stage."),
+    Flag("data_parallel", COUNT, {"vllm": ("--data-parallel-size", "-dp")},
+         "Engines side by side, each with a cache of its own.", high=4096),
+    Flag("decode_context_parallel", COUNT, {"vllm": ("--decode-context-parallel-size", "-dcp")},
+         "Ranks of --tensor-parallel-size over which tokens of the cache are dealt out.", high=1024),
+    Flag("prefill_context_parallel", COUNT, {"vllm": ("--prefill-context-parallel-size", "-pcp")},
+         "Ranks that share a prompt.", high=1024),
     Flag("block_size", COUNT, {"vllm": ("--block-size",)}, "Tokens in a block. Default: the engine's."),
+    Flag("num_blocks", COUNT, {"vllm": ("--num-gpu-blocks-override",)}, "Blocks of the cache, whatever its budget.",
+         high=2**40),
     Flag("max_batched", TOKENS, {"vllm": ("--max-num-batched-tokens",)},
          "Tokens in a batch: windows hold those in flight. Default: 8192; 2048 on a CPU."),
+    Flag("max_sequences", COUNT, {"vllm": ("--max-num-seqs",)}, "Requests in a batch at most."),
+    Flag("utilization", NUMBER, {"vllm": ("--gpu-memory-utilization",)},
+         "Share of a GPU's memory that the engine may take. The bytes that this leaves for the cache go to --kv-budget.",
+         low=0.01, high=1),
+    Flag("offload", GIB, {"vllm": ("--kv-offloading-size",)},
+         "Host memory for blocks that leave the GPU, over all ranks: GiB, or with a unit."),
+    Flag("async_scheduling", SWITCH, {"vllm": ("--async-scheduling",)},
+         "Whether a second batch is scheduled while one runs. Default: yes, from vLLM 0.26 on.",
+         off=("--no-async-scheduling",)),
     Flag("prefix_caching", SWITCH, {"vllm": ("--enable-prefix-caching",)},
          "Keep blocks for later requests; recurrent layers then hold more. Default: the engine's.",
          off=("--no-enable-prefix-caching",)),
+    Flag("mamba_cache_mode", CHOICE, {"vllm": ("--mamba-cache-mode",)},
+         "What recurrent layers keep for prefix caching. Default: by model and version.",
+         choices=("none", "align", "all")),
+    Flag("gdn_prefill_backend", CHOICE, {"vllm": ("--gdn-prefill-backend",)},
+         "What runs the prefill of gated delta layers: FlashInfer keeps a block more.",
+         choices=("triton", "flashinfer", "cutedsl")),
     Flag("hybrid_disabled", SWITCH, {"vllm": ("--disable-hybrid-kv-cache-manager",)},
          "Keep every token of windowed layers, as some connectors need.",
          off=("--no-disable-hybrid-kv-cache-manager",)),
+    Flag("speculative", OBJECT, {"vllm": ("--speculative-config", "-sc")},
+         "How tokens are drafted: method, num_speculative_tokens, model. Draft layers have a cache too."),
     Flag("slots", COUNT, {"llama.cpp": ("--parallel", "-np")},
          "Slots of llama.cpp; --ctx is their total. Default: 4 that share one cache.", high=256),
     Flag("unified", SWITCH, {"llama.cpp": ("--kv-unified", "-kvu")},
