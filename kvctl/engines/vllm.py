@@ -90,6 +90,10 @@ def plan(
         # The poorest stage decides for all.
         num_blocks = budget // widest
     reported, concurrency, log = _capacity(rules, serving, settings, groups, num_blocks, request, block, context)
+    if rules.each_stage and budget is not None and serving.num_blocks is None:
+        counts = [budget // size for size in of_stage]
+        log = tuple(line for count in counts
+                    for line in _capacity(rules, serving, settings, groups, count, request, block, context)[2])  # fmt: skip
     if num_blocks is not None:
         _warn_of_shortage(rules, serving, num_blocks, request, sequences, context, warnings)
         if num_blocks - rules.spare_block < request:
@@ -355,5 +359,5 @@ def _explain_ranks(spec: ModelSpec, specs: list[Spec], settings: Settings, reaso
             reasons.append(
                 f"{plural(count, 'KV head')} on {settings.ranks} ranks: every head is held {settings.ranks // count} times"
             )
-    if any(item.kind == "latent" for item in specs):
+    if settings.context_parallel == 1 and any(item.kind == "latent" for item in specs):
         reasons.append(f"latents are not split: every one of {settings.ranks} ranks holds all of them")

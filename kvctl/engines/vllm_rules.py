@@ -39,6 +39,8 @@ class Rules(Record):
     """Whether asynchronous scheduling keeps two batches in flight on a GPU."""
     spare_block: bool = False
     """Whether the check at the start leaves out the block that is always set aside."""
+    each_stage: bool = False
+    """Whether every pipeline stage logs its own capacity, before the smallest is taken."""
     one_line: bool = False
     """Whether capacity and concurrency stand in one line of the log."""
     ssd_checkpoints: bool = False
@@ -50,12 +52,15 @@ class Rules(Record):
 
 
 _CONCURRENCY = Rules((0, 22), "concurrency", state_caching="asked", state_each_block=True)
-_GROUPS = Rules((0, 10), "groups", even_below=0, pages="equal", state_caching="never", draft_blocks=False)
+_OLD = Rules((0, 10), "groups", even_below=0, pages="equal", state_caching="never", draft_blocks=False,
+             each_stage=True)  # fmt: skip
+_GROUPS = _OLD.replace(each_stage=False)
 
 RULES: tuple[Rules, ...] = (
-    Rules((0, 8), "blocks", hybrid=False, even_below=0, pages="equal", state_caching="never"),
-    _GROUPS,
-    _GROUPS.replace(since=(0, 11), sparse_fp8=True),
+    Rules((0, 8), "blocks", hybrid=False, even_below=0, pages="equal", state_caching="never",
+          each_stage=True),
+    _OLD,
+    _OLD.replace(since=(0, 11), sparse_fp8=True),
     _GROUPS.replace(
         since=(0, 12), even_below=1.25, pages="scaled", state_caching="asked", state_each_block=True, align_others=False
     ),
