@@ -25,6 +25,18 @@ class Serving(Record):
     ubatch: int | None = None
     swa_full: bool = False
     flash_attention: bool | None = None
+    pipeline_parallel: int | None = None
+    """Stages that the layers are divided into."""
+    attention_dp: bool = False
+    """Whether every rank keeps whole heads, for requests of its own (TensorRT-LLM)."""
+    max_sequences: int | None = None
+    """Requests in a batch at most: recurrent states are kept for as many."""
+    max_tokens: int | None = None
+    """Most tokens of TensorRT-LLM's cache, beside the budget."""
+    attention_windows: tuple[int, ...] | None = None
+    """TensorRT-LLM's max_attention_window: tokens that layers keep, repeated over them."""
+    second_manager: bool | None = None
+    """TensorRT-LLM's use_kv_cache_manager_v2."""
 
 
 class _Row(Record):

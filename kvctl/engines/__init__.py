@@ -60,6 +60,10 @@ class Engine(Record):
             from kvctl.engines import vllm
 
             return vllm
+        if self.name == "tensorrt-llm":
+            from kvctl.engines import tensorrt_llm
+
+            return tensorrt_llm
         from kvctl.engines import llama_cpp
 
         return llama_cpp
@@ -117,7 +121,19 @@ LLAMA_CPP = Engine(
     cache_format=plain(FP16).replace(name="f16"),
 )
 
-ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP)
+TENSORRT_LLM = Engine(
+    name="tensorrt-llm",
+    version="1.2",
+    retention=IDEAL.retention,
+    beams_share_cross=True,
+    quantizes=True,
+    summary="the blocks that TensorRT-LLM (PyTorch) allocates, as its start-up log prints them",
+    plans=True,
+    follows_checkpoint=True,
+    options=("--device", "--kv-budget", "--tensor-parallel-size", "--block-size"),
+)
+
+ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP, TENSORRT_LLM)
 
 
 def engine(name: str) -> Engine:
