@@ -108,7 +108,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, chec
         dtype=_dtype(found.id, root, text),
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
-        attention_heads=_attention_heads(text),
+        attention_heads=_count(text, "num_attention_heads"),
+        hidden_size=_count(text, "hidden_size"),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -192,9 +193,9 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
     return seen
 
 
-def _attention_heads(text: Fields) -> int | None:
-    """Query heads that the file names, where it is one number for all layers."""
-    value = text.raw.get("num_attention_heads", text.raw.get(text.stored_name("num_attention_heads")))
+def _count(text: Fields, name: str) -> int | None:
+    """A count that the file names, where it is one number for all layers."""
+    value = text.raw.get(name, text.raw.get(text.stored_name(name)))
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

@@ -64,6 +64,10 @@ class Engine(Record):
             from kvctl.engines import tensorrt_llm
 
             return tensorrt_llm
+        if self.name == "ollama":
+            from kvctl.engines import ollama
+
+            return ollama
         from kvctl.engines import llama_cpp
 
         return llama_cpp
@@ -130,10 +134,15 @@ TENSORRT_LLM = Engine(
     summary="the blocks that TensorRT-LLM (PyTorch) allocates, as its start-up log prints them",
     plans=True,
     follows_checkpoint=True,
-    options=("--device", "--kv-budget", "--tensor-parallel-size", "--block-size"),
 )
 
-ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP, TENSORRT_LLM)
+OLLAMA = LLAMA_CPP.replace(
+    name="ollama",
+    version="0.34",
+    summary="the cells of the llama-server that Ollama starts, and what Ollama expects before it does",
+)
+
+ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP, TENSORRT_LLM, OLLAMA)
 
 
 def engine(name: str) -> Engine:
