@@ -102,6 +102,13 @@ def test_batches_grow_with_the_context(num_ctx: int, slots: int, cells: int) -> 
     assert any(line.startswith("windows hold a batch of") for line in result.warnings) == (cells > 1536)
 
 
+def test_windows_that_llama_cpp_ignores_hold_no_batch() -> None:
+    result = sized("Mistral-7B-v0.1", 32_768)
+    assert result.allocation is not None
+    assert result.allocation.reserved_bytes == 131_072 * 32_768
+    assert not any("batch" in line for line in result.warnings)
+
+
 @pytest.mark.parametrize(("kv", "block"), [("f16", 64), ("q8_0", 34), ("q4_0", 18)])
 def test_cache_types(kv: str, block: int) -> None:
     # 32 layers · 8 heads · 128 · 2 are 2,048 blocks of 32 elements a token

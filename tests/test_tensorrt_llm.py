@@ -69,6 +69,8 @@ LOGS: list[tuple[str, Mapping[str, Any], str | None, int, str]] = [
     # Triton: 24 · 2 · 64 · 2 · 2 B = 12,288, and 28 · 2 · 128 · 2 · 2 B = 28,672
     ("Qwen2.5-0.5B", {"block_size": 64}, None, 190_656, "2.18"),
     ("Qwen2.5-1.5B", {"block_size": 64}, None, 273_792, "7.31"),
+    # docs/source/reference/memory.md, a 7B with an fp8 cache and blocks of 64: 32 · 32 · 128 · 2 = 262,144
+    ("Llama-2-7b-hf", {"block_size": 64}, "fp8", 259_840, "63.44"),
     # 1.2.1, a Nemotron of 8B: 32 · 8 · 128 · 2 · 2 B
     ("Llama-3.1-Nemotron-Nano-8B-v1", {}, None, 12_800, "1.56"),
 ]
@@ -134,6 +136,13 @@ def test_a_pool_of_llama_2_7b() -> None:
     # 32 · 32 · 128 · 2 · 2 B = 524,288
     plan = planned("Llama-2-7b-hf", 4096, Serving(kv_budget=69_524_783_104))
     assert (plan.num_blocks, plan.capacity_tokens) == (132_608 // 32, 132_608)
+
+
+def test_blocks_of_a_7b_with_the_last_one_rounded_up() -> None:
+    """NVIDIA/TensorRT-LLM#2268: a 7B (32 layers, 32 heads of 128), 0.9 of 21.89 GiB, blocks of 64: 631."""
+    # 19.701 GiB / 32 MiB = 630.4
+    serving = Serving(kv_budget=int(0.9 * 21.89 * GIB), block_size=64)
+    assert planned("Llama-2-7b-hf", 4096, serving, version="1.0").num_blocks == 631
 
 
 # -- hand calculations --------------------------------------------------------------------------
@@ -222,6 +231,9 @@ def test_windows_of_the_first_manager_share_equally() -> None:
     assert plan.max_concurrency == 1
     assert plan.reserved_bytes == 32 * (4096 * 81_920 + 33 * 425_984)
     assert any(line.startswith("estimated") for line in plan.warnings)
+    # Windows alone hold requests of any length.
+    short = planned("gemma-3-27b-it", 131_072, serving.replace(attention_windows=(512, 4096)))
+    assert short.capacity_tokens is None
     # Windows that never close are one pool.
     assert planned("gemma-3-27b-it", 1024, serving).num_blocks == 20 * GIB // 507_904 // 32
 

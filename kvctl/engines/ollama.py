@@ -53,15 +53,7 @@ def plan(
         UsageError: settings that Ollama or llama.cpp refuse.
 
     """
-    if sequences > 1:
-        raise UsageError("ollama answers as many requests at a time as OLLAMA_NUM_PARALLEL says",
-                         hint="--parallel N instead of --sequences and --beams")  # fmt: skip
-    if context < 1:
-        raise UsageError("--ctx 0: Ollama needs a context of at least one token")
-    if fmt.key != fmt.value:
-        raise UsageError("ollama keeps keys and values in one format", hint="--kv-dtype sets both")
-    if serving.ubatch is not None and serving.ubatch > 2048:
-        raise UsageError(f"num_batch {serving.ubatch:,}: kvctl knows batches of up to 2,048 tokens")
+    _check(context, sequences, fmt, serving)
     reasons: list[str] = []
     warnings: list[str] = []
     parallel = _parallel(spec, serving, warnings)
@@ -73,17 +65,15 @@ def plan(
             f"{parallel} parallel requests of {length:,} tokens: llama-server -c {length * parallel} -np {parallel}"
         )
     batch = serving.ubatch or _batch(length * parallel)
-    local = any(
-        isinstance(state, (SlidingWindow, ChunkedAttention)) for layer, _ in spec.groups for state in layer.states
-    )
-    if local and serving.ubatch is None and batch > 512:
-        warnings.append(f"windows hold a batch of {batch:,} tokens, Ollama's where there is room; with little memory "
-                        "it takes less, 512 at least, and num_batch sets it")  # fmt: skip
     if any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states):
         warnings.append("a file without attention.key_length_mla, as the library's older ones are, keeps decompressed "
                         "keys and values instead of latents: several times as much")  # fmt: skip
     told = Serving(kv_budget=serving.kv_budget, slots=parallel, unified=False, flash_attention=serving.flash_attention)
     below = llama_cpp.plan(spec, length * parallel, 1, fmt, told.replace(ubatch=batch), None)
+    local = any(group.kind in (SlidingWindow.kind, ChunkedAttention.kind) for group in below.groups)
+    if local and serving.ubatch is None and batch > 512:
+        warnings.append(f"windows hold a batch of {batch:,} tokens, Ollama's where there is room; with little memory "
+                        "or without flash attention it takes less, and num_batch sets it")  # fmt: skip
     expected = _expected(spec, length * parallel)
     if expected is not None:
         reasons.append(f"before loading, Ollama expects {format_bytes(expected)} for the cache, beside the file: every layer "
@@ -99,6 +89,19 @@ def plan(
         reasons=(*reasons, *below.reasons),
         warnings=(*warnings, *below.warnings),
     )
+
+
+def _check(context: int, sequences: int, fmt: Formats, serving: Serving) -> None:
+    """Refuses what Ollama refuses, or kvctl does not know."""
+    if sequences > 1:
+        raise UsageError("ollama answers as many requests at a time as OLLAMA_NUM_PARALLEL says",
+                         hint="--parallel N instead of --sequences and --beams")  # fmt: skip
+    if context < 1:
+        raise UsageError("--ctx 0: Ollama needs a context of at least one token")
+    if fmt.key != fmt.value:
+        raise UsageError("ollama keeps keys and values in one format", hint="--kv-dtype sets both")
+    if serving.ubatch is not None and serving.ubatch > 2048:
+        raise UsageError(f"num_batch {serving.ubatch:,}: kvctl knows batches of up to 2,048 tokens")
 
 
 def _parallel(spec: ModelSpec, serving: Serving, warnings: list[str]) -> int:

@@ -159,7 +159,9 @@ def _merged(kept: list[Held], pools: list[Pool]) -> list[Pool]:
     return list(merged.values())
 
 
-def _longest(pool: Pool, count: int, block: int) -> int:
-    """Tokens of the longest single request that the pool of the longest window holds."""
+def _longest(pool: Pool, count: int, block: int) -> int | None:
+    """Tokens of the longest single request that the pool of the longest window holds; None for any length."""
+    if 0 not in pool.windows:
+        return None
     fixed = sum(-(-window // block) + 1 for window in pool.windows if window)
     return max(0, count - fixed) * block
