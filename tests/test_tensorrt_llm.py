@@ -54,7 +54,7 @@ def refused(model: str | ModelSpec, ctx: int, serving: Serving, **options: Any) 
 # Model, options, tokens of the pool and the GiB beside them ("Allocated … GiB for max tokens in
 # paged KV cache (…)"); the comment has version, source, and bytes a token by hand.
 LOGS: list[tuple[str, Mapping[str, Any], str | None, int, str]] = [
-    # 1.2.1, a Qwen3 of 0.6B on one GPU: 28 layers · 8 heads · 128 · 2 · 2 B = 114,688
+    # 1.2.1, Qwen3-Reranker-0.6B, which has this shape: 28 layers · 8 heads · 128 · 2 · 2 B = 114,688
     ("Qwen3-0.6B", {}, None, 643_136, "68.69"),
     # 1.2.0rc2, nvidia/Qwen3-8B-FP8 with an fp8 cache: 36 · 8 · 128 · 2 = 73,728
     ("Qwen3-8B", {}, "fp8", 46_208, "3.17"),
@@ -64,14 +64,14 @@ LOGS: list[tuple[str, Mapping[str, Any], str | None, int, str]] = [
     ("Kimi-K2.5", {"tensor_parallel": 8}, "fp8", 5_073_376, "166.02"),
     # Dynamo's documentation, TinyLlama over 2 GPUs: 22 · 2 of 4 heads · 64 · 2 · 2 B = 11,264
     ("TinyLlama-1.1B-Chat-v1.0", {"tensor_parallel": 2}, None, 1_800_032, "18.88"),
-    # Dynamo's documentation, DeepSeek-R1-Distill-Llama-8B, blocks of 64: 32 · 8 · 128 · 2 · 2 B = 131,072
+    # Dynamo's documentation, an 8B of this shape, blocks of 64: 32 · 8 · 128 · 2 · 2 B = 131,072
     ("DeepSeek-R1-Distill-Llama-8B", {"block_size": 64}, None, 220_480, "26.91"),
-    # Triton: 24 · 2 · 64 · 2 · 2 B = 12,288, and 28 · 2 · 128 · 2 · 2 B = 28,672
+    # Triton, models of these shapes: 24 · 2 · 64 · 2 · 2 B = 12,288, and 28 · 2 · 128 · 2 · 2 B = 28,672
     ("Qwen2.5-0.5B", {"block_size": 64}, None, 190_656, "2.18"),
     ("Qwen2.5-1.5B", {"block_size": 64}, None, 273_792, "7.31"),
     # docs/source/reference/memory.md, a 7B with an fp8 cache and blocks of 64: 32 · 32 · 128 · 2 = 262,144
     ("Llama-2-7b-hf", {"block_size": 64}, "fp8", 259_840, "63.44"),
-    # 1.2.1, a Nemotron of 8B: 32 · 8 · 128 · 2 · 2 B
+    # 1.2.1, an 8B of this shape: 32 · 8 · 128 · 2 · 2 B
     ("Llama-3.1-Nemotron-Nano-8B-v1", {}, None, 12_800, "1.56"),
 ]
 
