@@ -17,6 +17,7 @@ class Serving(Record):
     """Bytes for the cache on each rank."""
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
+    """Stages that the layers are divided over."""
     data_parallel: int | None = None
     decode_context_parallel: int | None = None
     prefill_context_parallel: int | None = None
@@ -29,6 +30,7 @@ class Serving(Record):
     draft: Any = None
     """The ModelSpec of the draft model that it names."""
     max_sequences: int | None = None
+    """Requests in a batch at most."""
     utilization: float | None = None
     """Share of a GPU's memory that the engine may take."""
     offload: int | None = None
@@ -46,6 +48,14 @@ class Serving(Record):
     ubatch: int | None = None
     swa_full: bool = False
     flash_attention: bool | None = None
+    attention_dp: bool = False
+    """Whether every rank keeps whole heads, for requests of its own (TensorRT-LLM)."""
+    max_tokens: int | None = None
+    """Most tokens of TensorRT-LLM's cache, beside the budget."""
+    attention_windows: tuple[int, ...] | None = None
+    """TensorRT-LLM's max_attention_window: tokens that layers keep, repeated over them."""
+    second_manager: bool | None = None
+    """TensorRT-LLM's use_kv_cache_manager_v2."""
 
 
 class _Row(Record):

@@ -108,9 +108,10 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, chec
         dtype=_dtype(found.id, root, text),
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
-        attention_heads=_attention_heads(text),
-        prediction_modules=_count(text, _MODULES) or _count(root, _MODULES),
-        scan_chunk=_count(text, ("mamba_chunk_size", "chunk_size")),
+        attention_heads=_count(text, "num_attention_heads"),
+        hidden_size=_count(text, "hidden_size"),
+        prediction_modules=_first_count((text, root), _MODULES),
+        scan_chunk=_first_count((text,), _CHUNKS),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -151,7 +152,7 @@ def _check_effect(root: Fields, text: Fields, paths: Mapping[str, Any]) -> None:
         prefix, _, name = path.rpartition(".")
         prefix = prefix + "." if prefix else ""
         spellings = {path, prefix + text.stored_name(name), prefix + root.stored_name(name)}
-        if spellings & root.read.keys() or any(key.startswith(path + ".") for key in root.read):
+        if name in _FOR_ENGINES or spellings & root.read.keys() or any(key.startswith(path + ".") for key in root.read):
             continue
         import difflib
 
@@ -195,20 +196,19 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
 
 
 _MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+_CHUNKS = ("mamba_chunk_size", "chunk_size")
+_FOR_ENGINES = ("num_attention_heads", "hidden_size", *_MODULES, *_CHUNKS)
+"""What only some engine's plan rests on."""
 
 
-def _attention_heads(text: Fields) -> int | None:
-    """Query heads that the file names, where it is one number for all layers."""
-    return _count(text, ("num_attention_heads", text.stored_name("num_attention_heads")))
+def _count(text: Fields, name: str) -> int | None:
+    """A count that the file names, where it is one number for all layers."""
+    value = text.raw.get(name, text.raw.get(text.stored_name(name)))
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
-def _count(fields: Fields, names: Sequence[str]) -> int | None:
-    """The first of these that the file gives a positive whole number."""
-    for name in names:
-        value = fields.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
-            return value
-    return None
+def _first_count(parts: Sequence[Fields], names: Sequence[str]) -> int | None:
+    return next((count for f in parts for name in names if (count := _count(f, name)) is not None), None)
 
 
 def _kv_format(root: Fields, text: Fields) -> str | None:

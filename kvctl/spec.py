@@ -343,6 +343,8 @@ class ModelSpec(Record):
     """Tokens that a recurrent layer's kernel scans at once, where the config names it."""
     attention_heads: int | None = None
     """Query heads, where the config names them."""
+    hidden_size: int | None = None
+    """Width of a token's embedding, where the config names it."""
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
     cross_input: str = ""
