@@ -25,6 +25,29 @@ class Serving(Record):
     ubatch: int | None = None
     swa_full: bool = False
     flash_attention: bool | None = None
+    encoder: int = 0
+    """Encoder positions of a request, for cross attention that is reserved ahead."""
+    cache_implementation: str | None = None
+    """Which of transformers' caches: dynamic, static, offloaded, offloaded_static, quantized or paged."""
+    cache_backend: str | None = None
+    """What quantises it: quanto, hqq or fp8."""
+    nbits: int | None = None
+    q_group_size: int | None = None
+    residual_length: int | None = None
+    """Tokens that stay in the model's dtype before they are quantised together."""
+    axis_key: int | None = None
+    axis_value: int | None = None
+    generated: int | None = None
+    """Tokens of the context that were generated one by one; the others were the prompt."""
+    num_blocks: int | None = None
+    """Blocks of the pool, where they are given instead of derived from a budget."""
+    max_requests: int | None = None
+    """Requests in a batch at most."""
+    max_blocks_per_request: int | None = None
+    """Width of the block table of the fast decode path; 0 turns that off."""
+    async_batching: bool | None = None
+    cpu_offload: int | None = None
+    """Bytes of host memory that preempted requests are swapped to."""
 
 
 class _Row(Record):

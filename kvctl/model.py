@@ -105,7 +105,9 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         dtype=_dtype(found.id, root, text),
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
-        attention_heads=_attention_heads(text),
+        attention_heads=_named(text, "num_attention_heads"),
+        hidden_size=_named(text, "hidden_size"),
+        vocab_size=_named(text, "vocab_size"),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -188,9 +190,9 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
     return seen
 
 
-def _attention_heads(text: Fields) -> int | None:
-    """Query heads that the file names, where it is one number for all layers."""
-    value = text.raw.get("num_attention_heads", text.raw.get(text.stored_name("num_attention_heads")))
+def _named(text: Fields, name: str) -> int | None:
+    """A number that the file itself names, one for all layers."""
+    value = text.raw.get(name, text.raw.get(text.stored_name(name)))
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

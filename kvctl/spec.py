@@ -339,6 +339,8 @@ class ModelSpec(Record):
     """Encoder positions of a full input (audio, image), where the config names them."""
     attention_heads: int | None = None
     """Query heads, where the config names them."""
+    hidden_size: int | None = None
+    vocab_size: int | None = None
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
     cross_input: str = ""

@@ -23,8 +23,8 @@ class Planner(Protocol):
 
     def plan(
         self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving, version: str | None
-    ) -> Allocation:
-        """What the engine reserves for requests of `context` tokens."""
+    ) -> Allocation | None:
+        """What the engine reserves for requests of `context` tokens; None where it allocates as it goes."""
 
     def kv_dtype(self, name: str, option: str) -> CacheFormat:
         """The cache format that `name` means; unknown ones list what there is."""
@@ -52,6 +52,8 @@ class Engine(Record):
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
+    rows: bool = False
+    """Whether sequences are rows of one tensor, beams and positions of media among them."""
     options: tuple[str, ...] = ()
     """Options of its start that kvctl understands."""
 
@@ -62,6 +64,10 @@ class Engine(Record):
             from kvctl.engines import vllm
 
             return vllm
+        if self.name == "transformers":
+            from kvctl.engines import hf_transformers
+
+            return hf_transformers
         from kvctl.engines import llama_cpp
 
         return llama_cpp
@@ -94,6 +100,8 @@ TRANSFORMERS = Engine(
     beams_share_cross=False,
     quantizes=False,
     summary="bytes of every tensor in transformers' DynamicCache",
+    plans=True,
+    rows=True,
 )
 
 VLLM = Engine(
