@@ -148,9 +148,11 @@ class Packing(Record):
         out = [f"{self.backend} packs {context - residual:,} tokens {how}"]
         if residual:
             out.append(f"the newest {residual} wait in {fmt.model.name} until there are {self.residual_length}")
-        # quanto and HQQ hold what they unpacked and, joined with the new token, once more.
-        copies = context if self.backend == "fp8" else 2 * context - residual
-        out.append(
-            f"a step unpacks layer after layer: at least {copies * row * fmt.model.bytes:,} bytes more while it runs"
+        # quanto and HQQ hold what they unpacked and, joined with the new token, once more; fp8 holds
+        # both anew in fp8, and has keys in the model's dtype when values go through float32, twice.
+        size = fmt.model.bytes
+        more = (
+            context * row * (2 + size + 4 + 4) // 2 if self.backend == "fp8" else (2 * context - residual) * row * size
         )
+        out.append(f"a step unpacks layer after layer: about {more:,} bytes more while it runs")
         return out

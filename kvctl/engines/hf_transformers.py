@@ -54,6 +54,9 @@ _TAKES = {
 _OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
 """Model types that bring a cache of their own, whatever cache_implementation says."""
 
+_LOOPED = ("dory", "inkling2_loop", "inkling2_loop_text")
+"""Model types that run through some layers several times."""
+
 
 def kv_dtype(name: str, option: str) -> CacheFormat:
     """The cache format that `name` means."""
@@ -108,11 +111,13 @@ def plan(
         for each in tensors:
             packed.check(each, context, sequences)
         widest = sequences * max(heads * width + more * wide for (heads, width), (more, wide) in tensors)
-        return _allocation(batch, serving, context, batch.quantized(packed), packed.reasons(context, widest, fmt))
+        layout = batch.quantized(packed)
+        reasons = packed.reasons(context, widest, fmt)
+        return _allocation(batch, serving, context, layout, reasons, _everything(batch, layout))
     if name == "static":
         reasons = ["every layer has its full length from the first token: max_cache_len, which generate() makes "
                    "the prompt and all new tokens less one"]  # fmt: skip
-        return _allocation(batch, serving, context, batch.static, reasons)
+        return _allocation(batch, serving, context, batch.static, reasons, _everything(batch, batch.static))
     return _offloaded(batch, serving, context, static=name == "offloaded_static")
 
 
@@ -174,7 +179,7 @@ class _Batch(Record):
             return min(state.window, context)
         if isinstance(state, ChunkedAttention):
             return min(state.chunk, context)
-        if isinstance(state, CrossAttention):
+        if isinstance(state, CrossAttention) and not (self.encoder and self.spec.cross_input == "image"):
             return self.encoder if state.window is None else min(state.window, self.encoder)
         if isinstance(state, LatentAttention):
             return context if state.window is None else min(state.window, context)
@@ -239,27 +244,23 @@ def split_heads(state: Attention, ranks: int) -> int:
 
 
 def _allocation(
-    batch: _Batch, serving: Serving, context: int, layout: Layout, reasons: list[str], held: int | None = None
+    batch: _Batch, serving: Serving, context: int, layout: Layout, reasons: list[str], takes: Callable[[int], int]
 ) -> Allocation:
-    """The answer for a cache whose layers are so laid out; `held`: bytes where not all of them are at one place."""
-    total = _total(batch, layout, context)
-    if not total:
+    """The answer for layers that are so laid out; `takes` says how much of them a context has on the accelerator."""
+    reserved = takes(context)
+    if not reserved:
         raise ConfigError(f"{batch.spec.model_type[:60]}: nothing that transformers would cache")
-    reserved = total if held is None else held
     budget = serving.kv_budget
     warnings = []
-    capacity = None
-    if budget is not None:
-        if reserved > budget:
-            warnings.append(f"the cache takes {reserved:,} bytes, more than the budget of {budget:,}")
-        if held is None:
-            capacity = _longest(batch, layout, budget)
+    if budget is not None and reserved > budget:
+        warnings.append(f"the cache takes {reserved:,} bytes, more than the budget of {budget:,}")
     rows: dict[tuple[str, int], list[int]] = {}
     for layer, count in batch.spec.groups:
         for piece in layout(layer, context):
             row = rows.setdefault((piece.kind, piece.positions), [0, 0])
             row[0] += count
             row[1] += count * piece.bytes
+    # There are no blocks: a group's row is its tensors, of the whole batch.
     return Allocation(
         device=serving.device,
         tensor_parallel_size=batch.ranks,
@@ -269,7 +270,7 @@ def _allocation(
         reserved_bytes=reserved,
         kv_budget_bytes=budget,
         num_blocks=None,
-        capacity_tokens=capacity,
+        capacity_tokens=_longest(takes, batch.spec.max_context or 2**24, budget) if budget is not None else None,
         reported_capacity=None,
         max_concurrency=None,
         per_rank=tuple(RankRow(rank, 0, reserved) for rank in range(batch.ranks)),
@@ -281,62 +282,71 @@ def _allocation(
     )
 
 
-def _total(batch: _Batch, layout: Layout, context: int) -> int:
-    return sum(count * piece.bytes for layer, count in batch.spec.groups for piece in layout(layer, context))
-
-
-def _longest(batch: _Batch, layout: Layout, budget: int) -> int | None:
-    """The longest context whose cache fits the budget; None where the length makes no difference."""
-    low, high = 0, batch.spec.max_context or 2**24
-    if _total(batch, layout, 2**24) == _total(batch, layout, 1):
+def _longest(takes: Callable[[int], int], high: int, budget: int) -> int | None:
+    """The longest context that fits the budget; None where the length makes no difference."""
+    low = 0
+    if takes(high) == takes(1):
         return None
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _total(batch, layout, middle) <= budget else (low, middle - 1)
+        low, high = (middle, high) if takes(middle) <= budget else (low, middle - 1)
     return low
 
 
-def _offloaded(batch: _Batch, serving: Serving, context: int, *, static: bool) -> Allocation:
-    """Layers wait in host memory; the one at work and the one that comes next are on the accelerator.
+def _everything(batch: _Batch, layout: Layout) -> Callable[[int], int]:
+    """Bytes of all layers, by context."""
+    return lambda context: sum(
+        count * piece.bytes for layer, count in batch.spec.groups for piece in layout(layer, context)
+    )
 
-    Only attention moves: linear layers stay, and so do windows of the static cache.
-    """
+
+# -- offloaded ------------------------------------------------------------------------------------
+
+
+def _offloaded(batch: _Batch, serving: Serving, context: int, *, static: bool) -> Allocation:
+    """Layers wait in host memory; the one at work and the one that comes next are on the accelerator."""
+    if batch.spec.model_type in _LOOPED:
+        raise ConfigError(f"{batch.spec.id}: kvctl does not know in which order transformers offloads looped layers")
     layout = batch.static if static else batch.dynamic
-    spec = batch.spec
-    stays = moves = 0
-    moving: list[int] = []
-    sizes = {id(layer): _moves(batch, layer, layout(layer, context), static) for layer, _ in spec.groups}
-    for layer in spec.layers:
-        size, goes = sizes[id(layer)]
-        if goes:
-            moving.append(size)
-            moves += size
-        else:
-            stays += size
-    if stays and not moving and any(isinstance(s, Attention) for layer, _ in spec.groups for s in layer.states):
-        raise ConfigError(f"{spec.id}: transformers cannot offload a static cache in which every layer has a window",
+    goes = {id(layer): _goes(batch.spec, layer, static) for layer, _ in batch.spec.groups}
+    if static and True not in goes.values() and any(
+        isinstance(state, Attention) for layer, _ in batch.spec.groups for state in layer.states_in("transformers")
+    ):  # fmt: skip
+        raise ConfigError(f"{batch.spec.id}: transformers cannot offload a static cache in which every layer has a window",
                           hint="cache_implementation offloaded")  # fmt: skip
-    # The layer after the last one is the first of the next step.
-    pairs = zip(moving, [*moving[1:], *moving[:1]], strict=True)
-    at_work = max((a + b for a, b in pairs), default=0) if len(moving) != 1 else moving[0]
-    reasons = [f"{moves:,} bytes of {plural(len(moving), 'layer')} wait in host memory; two layers at a time, "
-               f"{at_work:,} bytes, are on the accelerator"]  # fmt: skip
+
+    def parts(context: int) -> tuple[int, list[int]]:
+        """Bytes that stay, and bytes of each layer that goes."""
+        sizes = {id(layer): sum(piece.bytes for piece in layout(layer, context)) for layer, _ in batch.spec.groups}
+        stays = sum(sizes[id(layer)] for layer in batch.spec.layers if not goes[id(layer)])
+        return stays, [sizes[id(layer)] for layer in batch.spec.layers if goes[id(layer)]]
+
+    def takes(context: int) -> int:
+        stays, moving = parts(context)
+        if len(moving) < 2:
+            return stays + sum(moving)
+        # The next layer has not got the newest token yet; after the last one comes the first, which has.
+        coming = moving if static else parts(context - 1)[1]
+        return stays + max(a + b for a, b in zip(moving, [*coming[1:], moving[0]], strict=True))
+
+    stays, moving = parts(context)
+    reasons = [f"{sum(moving):,} bytes of {plural(len(moving), 'layer')} wait in host memory; two layers at a time, "
+               f"{takes(context) - stays:,} bytes, are on the accelerator"]  # fmt: skip
     if stays:
         reasons.append(f"{stays:,} bytes of windows and recurrent states stay there")
-    if not static:
-        reasons.append(
-            f"a step joins a layer's old and new tensors: up to {max(moving, default=0):,} bytes more while it does"
-        )
-    return _allocation(batch, serving, context, layout, reasons, held=stays + at_work)
+    if moving and not static:
+        reasons.append(f"a step joins a layer's old and new tensors: up to {max(moving):,} bytes more while it does")
+    return _allocation(batch, serving, context, layout, reasons, takes)
 
 
-def _moves(batch: _Batch, layer: Layer, pieces: list[_Piece], static: bool) -> tuple[int, bool]:
-    """Bytes of a layer, and whether they go to host memory after its turn."""
+def _goes(spec: ModelSpec, layer: Layer, static: bool) -> bool:
+    """Whether a layer goes to host memory after its turn: attention does, but for windows of the static cache."""
     states = [state for state in layer.states_in("transformers") if not isinstance(state, Empty)]
-    windowed = [isinstance(state, (SlidingWindow, ChunkedAttention)) for state in states]
     linear = [isinstance(state, (ConvState, RecurrentState)) for state in states]
+    windows = any(isinstance(state, ChunkedAttention) or getattr(state, "window", None) for state in states)
     for state in states:
-        odd = isinstance(state, (CrossAttention, Indexer)) or (any(windowed) and any(linear))
-        if odd or not (isinstance(state, (Attention, LatentAttention)) or any(linear)):
-            raise not_known(batch.spec, state, "transformers' offloaded cache")
-    return sum(piece.bytes for piece in pieces), bool(states) and not all(linear) and not (static and any(windowed))
+        known = isinstance(state, (Attention, LatentAttention, ConvState, RecurrentState))
+        # A window beside a recurrent state would leave its keys behind; cross attention is read without coming back.
+        if not known or isinstance(state, CrossAttention) or (windows and any(linear)):
+            raise not_known(spec, state, "transformers' offloaded cache")
+    return bool(states) and not all(linear) and not (static and windows)
