@@ -106,8 +106,9 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
         attention_heads=_named(text, "num_attention_heads"),
-        hidden_size=_named(text, "hidden_size"),
-        vocab_size=_named(text, "vocab_size"),
+        hidden_size=_named(text, "hidden_size") or _positive(text.default("hidden_size")),
+        vocab_size=_named(text, "vocab_size") or _positive(text.default("vocab_size")),
+        from_class=tuple(name for name in ("hidden_size", "vocab_size") if _named(text, name) is None),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -192,7 +193,10 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
 
 def _named(text: Fields, name: str) -> int | None:
     """A number that the file itself names, one for all layers."""
-    value = text.raw.get(name, text.raw.get(text.stored_name(name)))
+    return _positive(text.raw.get(name, text.raw.get(text.stored_name(name))))
+
+
+def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

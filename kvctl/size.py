@@ -50,7 +50,7 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
     warnings: list[str] = []
-    by_request = plan.engine.plans and not plan.engine.rows
+    by_request = plan.engine.by_request(plan.serving)
     if by_request and plan.beams > 1:
         raise UsageError(f"{plan.engine.name} reserves by request, not by beam", hint="--sequences, without --beams")
     if by_request and (plan.image_tokens or plan.audio_tokens):

@@ -341,6 +341,8 @@ class ModelSpec(Record):
     """Query heads, where the config names them."""
     hidden_size: int | None = None
     vocab_size: int | None = None
+    from_class: tuple[str, ...] = ()
+    """Which of these two the file leaves to the defaults of its class."""
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
     cross_input: str = ""

@@ -53,7 +53,7 @@ class Engine(Record):
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
     rows: bool = False
-    """Whether sequences are rows of one tensor, beams and positions of media among them."""
+    """Whether the sequences of a batch are rows of one tensor, each beam one of them."""
     options: tuple[str, ...] = ()
     """Options of its start that kvctl understands."""
 
@@ -71,6 +71,10 @@ class Engine(Record):
         from kvctl.engines import llama_cpp
 
         return llama_cpp
+
+    def by_request(self, serving: Serving) -> bool:
+        """Whether it reserves for requests: beams are none, and positions of media are part of their length."""
+        return self.plans and (not self.rows or serving.cache_implementation == "paged")
 
     def plan(self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving) -> Allocation | None:
         """What it reserves for such requests; None where it allocates as it goes."""

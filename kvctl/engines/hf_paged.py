@@ -26,14 +26,14 @@ _TRASH = 2
 """Sectors that are never given out."""
 
 _DO_NOT_RUN = (
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bloom", "blt", "camembert",
-    "ctrl", "data2vec-text", "dory", "electra", "ernie", "falcon", "gpt_neo", "gpt_neox", "gpt_neox_japanese",
-    "hrm_text", "marian", "mbart", "megatron-bert", "molmo2", "mpt", "musicgen_decoder",
-    "musicgen_melody_decoder", "mvp", "nemotron", "opt", "paligemma", "pegasus", "plbart", "prophetnet",
-    "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "stablelm", "trocr", "whisper",
-    "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blip-2", "bloom", "blt",
+    "camembert", "ctrl", "data2vec-text", "dory", "electra", "ernie", "falcon", "gpt_neo", "gpt_neox",
+    "gpt_neox_japanese", "hrm_text", "idefics", "marian", "mbart", "megatron-bert", "molmo2", "mpt",
+    "musicgen_decoder", "musicgen_melody_decoder", "mvp", "nemotron", "opt", "paligemma", "pegasus", "plbart",
+    "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "stablelm", "trocr",
+    "vibevoice", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-"""Model types whose classes ask for what the paged cache has not; tried with generate_batch()."""
+"""Model types whose classes ask for what generate_batch() has not, of all that were tried with it."""
 
 
 class _Kind(Record):
@@ -220,9 +220,14 @@ class _Beside(Record):
 
     def assumed(self) -> list[str]:
         """What was taken for granted."""
+        out = []
         if self.serving.flash_attention is None and self.flash:
-            return ["flash attention, which transformers switches to where it is installed; without it masks take more"]
-        return []
+            out.append(
+                "flash attention, which transformers switches to where it is installed; without it masks take more"
+            )
+        for name in self.spec.from_class:
+            out.append(f"{name} {getattr(self.spec, name):,} is the default of its class: the configuration names none")
+        return out
 
     @property
     def pairs(self) -> int:

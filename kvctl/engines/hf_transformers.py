@@ -51,6 +51,9 @@ _TAKES = {
 }  # fmt: skip
 """Which caches look at which setting."""
 
+_OWN_SETTINGS = [name for name in _TAKES if name not in ("block_size", "max_batched", "kv_budget", "tensor_parallel")]
+"""Those that no other engine has: they need a cache that looks at them; the others may be meant for another engine."""
+
 _OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
 """Model types that bring a cache of their own, whatever cache_implementation says."""
 
@@ -92,6 +95,10 @@ def plan(
         UsageError: settings that transformers refuses.
 
     """
+    if serving.cache_implementation is None and not any(
+        getattr(serving, setting) is not None for setting in _OWN_SETTINGS
+    ):
+        return None
     name = serving.cache_implementation or "dynamic"
     _check(name, serving)
     if name == "dynamic":
