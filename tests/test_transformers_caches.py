@@ -442,7 +442,8 @@ def test_live_log(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     monkeypatch.setattr(script.paged_cache, "get_device_and_memory_breakdown", lambda: (None, 2 * budget, budget, 7))
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         config = script.AutoConfig.for_model(**LIVE[name])
@@ -456,6 +457,7 @@ def test_live_log(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pool = script.pool(config, settings)
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
     got = plan(LIVE[name], 50, cache_implementation="paged", kv_budget=budget, device="cpu", max_batched=64)
     assert list(got.log) == lines
     assert got.num_blocks == pool.num_sectors
