@@ -56,6 +56,23 @@ class Serving(Record):
     """TensorRT-LLM's max_attention_window: tokens that layers keep, repeated over them."""
     second_manager: bool | None = None
     """TensorRT-LLM's use_kv_cache_manager_v2."""
+    encoder: int = 0
+    """Encoder positions of a request, for cross attention that is reserved ahead."""
+    cache_implementation: str | None = None
+    """Which of transformers' caches: dynamic, static, offloaded, offloaded_static, quantized or paged."""
+    cache_backend: str | None = None
+    """What quantises it: quanto, hqq or fp8."""
+    nbits: int | None = None
+    q_group_size: int | None = None
+    residual_length: int | None = None
+    """Tokens that stay in the model's dtype before they are quantised together."""
+    axis_key: int | None = None
+    axis_value: int | None = None
+    generated: int | None = None
+    """Tokens of the context that were generated one by one; the others were the prompt."""
+    max_blocks_per_request: int | None = None
+    """Width of the block table of the fast decode path; 0 turns that off."""
+    async_batching: bool | None = None
 
 
 class _Row(Record):

@@ -109,7 +109,9 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, chec
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
         attention_heads=_count(text, "num_attention_heads"),
-        hidden_size=_count(text, "hidden_size"),
+        hidden_size=_count(text, "hidden_size") or _positive(text.default("hidden_size")),
+        vocab_size=_count(text, "vocab_size") or _positive(text.default("vocab_size")),
+        from_class=tuple(name for name in ("hidden_size", "vocab_size") if _count(text, name) is None),
         prediction_modules=_first_count((text, root), _MODULES),
         scan_chunk=_first_count((text,), _CHUNKS),
         max_context=_max_context(root, text),
@@ -197,13 +199,16 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
 
 _MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 _CHUNKS = ("mamba_chunk_size", "chunk_size")
-_FOR_ENGINES = ("num_attention_heads", "hidden_size", *_MODULES, *_CHUNKS)
+_FOR_ENGINES = ("num_attention_heads", "hidden_size", "vocab_size", *_MODULES, *_CHUNKS)
 """What only some engine's plan rests on."""
 
 
 def _count(text: Fields, name: str) -> int | None:
     """A count that the file names, where it is one number for all layers."""
-    value = text.raw.get(name, text.raw.get(text.stored_name(name)))
+    return _positive(text.raw.get(name, text.raw.get(text.stored_name(name))))
+
+
+def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 

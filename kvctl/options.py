@@ -58,6 +58,9 @@ class Asked(Record):
         from kvctl.engines.flags import serving
 
         started = serving(engine.name, self.flags, strict=strict)
+        if strict and engine.rows and self.flags and started.cache_implementation is None:
+            # Settings of a cache that is not named would look as if they counted.
+            started = started.replace(cache_implementation="dynamic")
         if started.speculative is None:
             return started
         from kvctl.engines.vllm_speculation import draft_model

@@ -35,9 +35,12 @@ from kvctl.words import (
 
 _ENGINE_WORDS = {
     "ideal": ": what the architecture needs, no engine's rounding",
-    "transformers": ": the tensors of its DynamicCache",
+    "transformers": ": the tensors of its cache",
     "vllm": ": by the rules of its planner",
+    "sglang": ": by the rules of its pools",
     "llama.cpp": ": by the rules of its caches",
+    "tensorrt-llm": ": by the rules of its cache managers",
+    "ollama": ": by the rules of llama.cpp, which it starts",
 }
 
 Row = tuple[Sequence[str], Text | None, str]

@@ -58,9 +58,10 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
     warnings = list(plan.notes)
-    if plan.engine.plans and plan.beams > 1:
+    by_request = plan.engine.by_request(plan.serving)
+    if by_request and plan.beams > 1:
         raise UsageError(f"{plan.engine.name} reserves by request, not by beam", hint="--sequences, without --beams")
-    if plan.engine.plans and (plan.image_tokens or plan.audio_tokens):
+    if by_request and (plan.image_tokens or plan.audio_tokens):
         raise UsageError(f"positions of images and audio are part of --ctx in {plan.engine.name}",
                          hint="name the whole length with --ctx")  # fmt: skip
     if (
@@ -98,7 +99,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     work = _workload(spec, context, plan, warnings)
     engine, keep = plan.engine, plan.engine.retention
     copies = plan.sequences * plan.beams
-    allocation = engine.plan(spec, work.context, copies, fmt, plan.serving)
+    allocation = engine.plan(spec, work.context, copies, fmt, plan.serving.replace(encoder=work.encoder))
     longest = allocation.longest_sequence if allocation is not None else work.context
     if spec.max_context is not None and longest > spec.max_context:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")

@@ -344,7 +344,10 @@ class ModelSpec(Record):
     attention_heads: int | None = None
     """Query heads, where the config names them."""
     hidden_size: int | None = None
-    """Width of a token's embedding, where the config names it."""
+    """Width of a token's embedding, from the config or its class."""
+    vocab_size: int | None = None
+    from_class: tuple[str, ...] = ()
+    """Which of these two the file leaves to the defaults of its class."""
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
     cross_input: str = ""

@@ -204,7 +204,7 @@ def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
     ("arguments", "words"),
     [
         (("Qwen3-32B", "--block-size", "16"), "--block-size says how an engine is started"),
-        (("Qwen3-32B", "--engine", "transformers", "--kv-budget", "1GiB"), "--kv-budget says"),
+        (("Qwen3-32B", "--engine", "transformers", "--kv-budget", "1GiB"), "--kv-budget has no effect"),
         (("Qwen3-32B", "--engine", "ideal@3"), "takes no version"),
         (("Qwen3-32B", "--engine", "vllm@0.40"), "0.8 to 0.33"),
         (("Qwen3-32B", "--engine", "vllm@new"), "no version of vLLM"),

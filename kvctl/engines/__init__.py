@@ -23,8 +23,8 @@ class Planner(Protocol):
 
     def plan(
         self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving, version: str | None
-    ) -> Allocation:
-        """What the engine reserves for requests of `context` tokens."""
+    ) -> Allocation | None:
+        """What the engine reserves for requests of `context` tokens; None where it allocates as it goes."""
 
     def kv_dtype(self, name: str, option: str) -> CacheFormat:
         """The cache format that `name` means; unknown ones list what there is."""
@@ -52,6 +52,8 @@ class Engine(Record):
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
+    rows: bool = False
+    """Whether the sequences of a batch are rows of one tensor, each beam one of them."""
 
     @property
     def plans(self) -> bool:
@@ -64,6 +66,10 @@ class Engine(Record):
         from importlib import import_module
 
         return cast("Planner", import_module(self.module, __name__))
+
+    def by_request(self, serving: Serving) -> bool:
+        """Whether it reserves for requests: beams are none, and positions of media are part of their length."""
+        return self.plans and (not self.rows or serving.cache_implementation == "paged")
 
     def plan(self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving) -> Allocation | None:
         """What it reserves for such requests; None where it allocates as it goes."""
@@ -92,7 +98,9 @@ TRANSFORMERS = Engine(
     retention=Retention(window_slack=1, conv_slack=0),
     beams_share_cross=False,
     quantizes=False,
-    summary="bytes of every tensor in transformers' DynamicCache",
+    summary="bytes of every tensor in transformers' cache: DynamicCache, or the one that --cache-implementation names",
+    module=".hf_transformers",
+    rows=True,
 )
 
 VLLM = Engine(

@@ -158,11 +158,12 @@ COUNTS = Kind("N,N,…", _counts)
 
 FLAGS: tuple[Flag, ...] = (
     Flag("kv_budget", BYTES, {"": ("--kv-budget",), "vllm": ("--kv-cache-memory-bytes",), "llama.cpp": (),
-         "tensorrt-llm": (), "ollama": ()},
+         "tensorrt-llm": (), "ollama": (), "transformers": ()},
          "Memory for the cache on each GPU: 16GiB, 16GB or bytes. An engine then says how many tokens fit."),
-    Flag("device", CHOICE, {"": ("--device",), "vllm": ()}, "gpu or cpu: an engine's rules differ. Default: gpu.",
+    Flag("device", CHOICE, {"": ("--device",), "vllm": (), "transformers": ()}, "gpu or cpu: an engine's rules differ. Default: gpu.",
          choices=DEVICES),
-    Flag("tensor_parallel", COUNT, {"vllm": ("--tensor-parallel-size", "-tp"), "tensorrt-llm": ("--tp_size", "--tensor_parallel_size")}, "GPUs that share every layer.",
+    Flag("tensor_parallel", COUNT, {"vllm": ("--tensor-parallel-size", "-tp"), "tensorrt-llm": ("--tp_size", "--tensor_parallel_size"),
+         "transformers": ()}, "GPUs that share every layer.",
          high=1024),
     Flag("pipeline_parallel", COUNT, {"vllm": ("--pipeline-parallel-size", "-pp"), "tensorrt-llm": ("--pp_size", "--pipeline_parallel_size")},
          "Stages that the layers are divided over.", high=1024),
@@ -173,13 +174,16 @@ FLAGS: tuple[Flag, ...] = (
          "Ranks of --tensor-parallel-size over which tokens of the cache are dealt out.", high=1024),
     Flag("prefill_context_parallel", COUNT, {"vllm": ("--prefill-context-parallel-size", "-pcp")},
          "Ranks that share a prompt.", high=1024),
-    Flag("block_size", COUNT, {"vllm": ("--block-size",), "tensorrt-llm": ("--tokens-per-block",)}, "Tokens in a block. Default: the engine's."),
-    Flag("num_blocks", COUNT, {"vllm": ("--num-gpu-blocks-override",)}, "Blocks of the cache, whatever its budget.",
+    Flag("block_size", COUNT, {"vllm": ("--block-size",), "tensorrt-llm": ("--tokens-per-block",),
+         "transformers": ("--cb-block-size",)}, "Tokens in a block. Default: the engine's."),
+    Flag("num_blocks", COUNT, {"vllm": ("--num-gpu-blocks-override",), "transformers": ("--cb-num-blocks",)}, "Blocks of the cache, whatever its budget.",
          high=2**40),
-    Flag("max_batched", TOKENS, {"vllm": ("--max-num-batched-tokens",)},
+    Flag("max_batched", TOKENS, {"vllm": ("--max-num-batched-tokens",), "transformers": ("--cb-max-batch-tokens",)},
          "Tokens in a batch: windows hold those in flight. Default: 8192; 2048 on a CPU."),
-    Flag("max_sequences", COUNT, {"vllm": ("--max-num-seqs",), "tensorrt-llm": ("--max_batch_size",)}, "Requests in a batch at most."),
-    Flag("utilization", NUMBER, {"vllm": ("--gpu-memory-utilization",), "tensorrt-llm": ("--kv_cache_free_gpu_memory_fraction", "--free_gpu_memory_fraction")},
+    Flag("max_sequences", COUNT, {"vllm": ("--max-num-seqs",), "tensorrt-llm": ("--max_batch_size",),
+         "transformers": ("--max-requests-per-batch",)}, "Requests in a batch at most."),
+    Flag("utilization", NUMBER, {"vllm": ("--gpu-memory-utilization",), "tensorrt-llm": ("--kv_cache_free_gpu_memory_fraction", "--free_gpu_memory_fraction"),
+         "transformers": ("--cb-max-memory-percent",)},
          "Share of a GPU's memory that the engine may take. The bytes that this leaves for the cache go to --kv-budget.",
          low=0.01, high=1),
     Flag("attention_dp", SWITCH, {"tensorrt-llm": ("--enable-attention-dp",)},
@@ -189,7 +193,7 @@ FLAGS: tuple[Flag, ...] = (
          "Tokens that layers keep, repeated over the layers (TensorRT-LLM)."),
     Flag("second_manager", ON_OFF, {"tensorrt-llm": ("--use-kv-cache-manager-v2",)},
          "Which cache manager of TensorRT-LLM: on, off or auto.", choices=("auto", "on", "off")),
-    Flag("offload", GIB, {"vllm": ("--kv-offloading-size",)},
+    Flag("offload", GIB, {"vllm": ("--kv-offloading-size",), "transformers": ("--cpu-offload-space",)},
          "Host memory for blocks that leave the GPU, over all ranks: GiB, or with a unit."),
     Flag("async_scheduling", SWITCH, {"vllm": ("--async-scheduling",)},
          "Whether a second batch is scheduled while one runs. Default: yes, from vLLM 0.26 on.",
@@ -216,7 +220,27 @@ FLAGS: tuple[Flag, ...] = (
     Flag("ubatch", COUNT, {"llama.cpp": ("--ubatch-size", "-ub"), "ollama": ()},
          "Tokens of a physical batch of llama.cpp: windows hold one. Default: 512."),
     Flag("swa_full", SWITCH, {"llama.cpp": ("--swa-full",)}, "Keep every token of windowed layers (llama.cpp)."),
-    Flag("flash_attention", ON_OFF, {"llama.cpp": ("--flash-attn", "-fa"), "ollama": ("OLLAMA_FLASH_ATTENTION",)}, "auto, on or off (llama.cpp).", choices=("auto", "on", "off")),
+    Flag("flash_attention", ON_OFF, {"llama.cpp": ("--flash-attn", "-fa"), "ollama": ("OLLAMA_FLASH_ATTENTION",),
+         "transformers": ()}, "auto, on or off (llama.cpp).", choices=("auto", "on", "off")),
+    Flag("cache_implementation", CHOICE, {"transformers": ("--cache-implementation",)},
+         "Which of transformers' caches. Default: dynamic.",
+         choices=("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")),
+    Flag("cache_implementation", SWITCH, {"transformers": ("--continuous-batching",)},
+         "The paged cache of transformers serve.", value="paged"),
+    Flag("cache_backend", CHOICE, {"transformers": ("--cache-backend",)},
+         "What quantises the cache (transformers). Default: quanto.", choices=("quanto", "hqq", "fp8")),
+    Flag("nbits", COUNT, {"transformers": ("--nbits",)}, "Bits an element of a quantised cache. Default: 4.", high=8),
+    Flag("q_group_size", COUNT, {"transformers": ("--q-group-size",)}, "Elements that share a scale. Default: 64."),
+    Flag("residual_length", COUNT, {"transformers": ("--residual-length",)},
+         "Newest tokens that stay in the model's dtype. Default: 128.", low=0),
+    Flag("axis_key", COUNT, {"transformers": ("--axis-key",)}, "Axis along which keys are grouped.", low=-1, high=3),
+    Flag("axis_value", COUNT, {"transformers": ("--axis-value",)}, "Axis along which values are grouped.", low=-1, high=3),
+    Flag("generated", TOKENS, {"transformers": ("--generated",)},
+         "Tokens of --ctx that come one by one, for a quantised cache. Default: none.", low=0),
+    Flag("max_blocks_per_request", COUNT, {"transformers": ("--max-blocks-per-request",)},
+         "Width of the block table of the fast decode path; 0 turns that off.", low=0),
+    Flag("async_batching", ON_OFF, {"transformers": ("--use-async-batching",)},
+         "Whether two batches of the paged cache are in flight.", choices=("auto", "on", "off")),
 )  # fmt: skip
 
 
@@ -236,6 +260,12 @@ def given(flag: Flag, spelling: str, value: str | bool) -> Given:
     if isinstance(value, bool):
         return Given(flag, spelling, flag.value if value else not flag.value)
     return Given(flag, spelling, flag.read(value, spelling))
+
+
+def spelling_of(field: str, engine: str) -> str:
+    """What the option for a setting is called, in an engine's own words where it has some."""
+    flag = next(flag for flag in FLAGS if flag.field == field and engine in flag.engines)
+    return next((name for name in flag.names[engine] if name.startswith("--")), flag.spellings[0])
 
 
 def serving(engine: str, items: Sequence[Given], *, strict: bool) -> Serving:

@@ -130,6 +130,10 @@ class Fields:
         """True where the class has the field; a key of the file alone does not count."""
         return self.stored_name(name) in self._facts.defaults
 
+    def default(self, name: str) -> Any:
+        """What the class has under `name` where the file has nothing; does not count as asked for."""
+        return self._facts.defaults.get(self.stored_name(name))
+
     def number(self, name: str, *, minimum: int = 1) -> int:
         """A required whole number."""
         value = self.get(name)
