@@ -45,7 +45,7 @@ def keys_of(name: str) -> Json:
     return SMOLLM if name.startswith("smollm2") else oracle()["gguf"][name]
 
 
-def write(path: Path, architecture: str, metadata: Json) -> Path:
+def write(path: Path, architecture: str, metadata: Json, words: int = 1000) -> Path:
     """A file with the keys, a vocabulary and two tensors, as the gguf package writes it."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
@@ -56,8 +56,8 @@ def write(path: Path, architecture: str, metadata: Json) -> Path:
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
-    writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(1000)])
-    writer.add_array("tokenizer.ggml.scores", [0.5] * 1000)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(words)])
+    writer.add_array("tokenizer.ggml.scores", [0.5] * words)
     writer.add_tensor_info("token_embd.weight", (64, 128), np.dtype(np.float16), 64 * 128 * 2)
     writer.add_tensor_info(
         "blk.0.attn_q.weight", (256, 34), np.dtype(np.uint8), 256 * 34, gguf.GGMLQuantizationType.Q8_0
