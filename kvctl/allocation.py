@@ -25,6 +25,12 @@ class Serving(Record):
     ubatch: int | None = None
     swa_full: bool = False
     flash_attention: bool | None = None
+    batch: int | None = None
+    """Tokens of a logical batch; `ubatch` are those of a physical one."""
+    kv_on_host: bool = False
+    """Whether the cache stays in the host's memory."""
+    slot_limit: int | None = None
+    """Tokens that one slot takes at most, however many cells are free."""
 
 
 class _Row(Record):

@@ -175,16 +175,19 @@ class Llama:
                 said = said or " | ".join(self.lines[-3:])
                 if WRONG_NUMBER.search(said) and alike:
                     raise _OtherNumber
+                one = not alike
                 if found := OTHER_SHAPE.search(said):
                     name = found[1]
                     shape = [int(length) for length in found[2].split(",")]
+                    # A second shape for the same tensor: it differs between layers.
+                    one = one or len(shapes.get(suffix(name), [])) > 1 or shapes.get(suffix(name), [1]) != [1]
                 elif found := MISSING.search(said):
                     name = found[1]
                     shape = shapes.get(suffix(name), [1])
                 else:
                     raise ValueError(f"no model: {said}")
                 shapes[suffix(name)] = tensors[name] = shape
-                if alike and name.startswith("blk."):
+                if not one and name.startswith("blk."):
                     tensors |= {f"blk.{layer}.{suffix(name)}": shape for layer in range(layers)}
         raise ValueError("no end of missing tensors")
 
@@ -201,6 +204,10 @@ class Llama:
 
 
 def main() -> None:
+    # Assertions that fail write to stdout: the answers get a copy of it, and the library what is not read.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ["GGML_NO_BACKTRACE"] = "1"
     llama = Llama(Path(sys.argv[1]))
     for line in sys.stdin:
         request = json.loads(line)
@@ -208,7 +215,7 @@ def main() -> None:
             answer: dict[str, Any] = {"logs": list(llama.contexts(request["gguf"], request["contexts"]))}
         except ValueError as error:
             answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), flush=True, file=answers)
 
 
 if __name__ == "__main__":
