@@ -7,6 +7,8 @@ A request is one line of JSON: {"gguf": path, "contexts": [{"n_ctx": 4096, …},
 lines logged of each context, or with "error". The file needs nothing but metadata: the tensors that the library
 misses are added to a copy, in the shapes that it names, until it is content; their data is a hole and never read.
 A failed assertion ends the process: the answers so far are valid.
+
+For tests: `spec_of` and `planned` say what kvctl makes of the same keys and contexts.
 """
 
 from __future__ import annotations
@@ -201,6 +203,37 @@ class Llama:
         for name, value in asked.items():
             setattr(params, name, TYPES[value] if name.startswith("type_") else value)
         return params
+
+
+def spec_of(architecture: str, metadata: dict[str, Any]) -> Any:
+    """kvctl's model of a GGUF file with these keys."""
+    from kvctl.model import build_spec
+    from kvctl.sources import Found
+    from kvctl.sources.gguf_config import to_config
+    from kvctl.spec import Provenance
+
+    keys = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    config = to_config({"general.architecture": architecture} | keys, "test.gguf")
+    return build_spec(Found("test", config, Provenance("local", "test.gguf")))
+
+
+def planned(spec: Any, asked: dict[str, Any], version: str | None = None) -> Any:
+    """kvctl's allocation for a context of the library; its own defaults are one slot and a full window cache."""
+    from kvctl.allocation import Serving
+    from kvctl.engines import llama_cpp
+    from kvctl.formats import FP16
+    from kvctl.spec import Formats
+
+    key, value = (llama_cpp.kv_dtype(asked.get(name, "f16"), name) for name in ("type_k", "type_v"))
+    serving = Serving(
+        slots=asked.get("n_seq_max", 1),
+        unified=asked.get("kv_unified", False),
+        ubatch=asked.get("n_ubatch"),
+        batch=asked.get("n_batch"),
+        swa_full=asked.get("swa_full", True),
+        flash_attention={-1: None, 0: False, 1: True}[asked.get("flash_attn", -1)],
+    )
+    return llama_cpp.plan(spec, asked["n_ctx"], 1, Formats(FP16, key, value), serving, version)
 
 
 def main() -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import llama_cpp_log as log
+from kvctl.engines.llama_cpp_builds import Rules, rules
 from kvctl.engines.llama_cpp_storage import Cache, Storage, storage
 from kvctl.errors import UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record
 from kvctl.spec import Formats, ModelSpec
 from kvctl.units import plural
-
-PAD = 256
 
 KV_TYPES = {
     "f32": "fp32", "f16": "fp16", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_1", "iq4_nl": "iq4_nl",
@@ -36,39 +35,46 @@ def kv_dtype(name: str, option: str) -> CacheFormat:
 
 
 def check_version(version: str) -> None:
-    """One set of rules so far: that of build b11434."""
-    raise UsageError(
-        f"--engine: kvctl knows one version of llama.cpp, b11434, not {version[:40]!r}", hint="--engine llama.cpp"
-    )
+    """Refuse a build whose rules are not known."""
+    rules(version)
 
 
 class _Plan(Record):
     """A context laid out in cells."""
 
+    rules: Rules
+    flash: bool
+    pad: int
     context: int
     cells: int
+    """Of one stream."""
+    hybrid_cells: int
+    """Of one stream of attention beside recurrent states."""
     streams: int
     slots: int
     unified: bool
 
 
-def _pad(count: int) -> int:
-    return -(-count // PAD) * PAD
+def _pad(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
-def _layout(context: int, serving: Serving) -> _Plan:
-    # Without -np the server takes four slots on one unified cache.
-    slots = serving.slots or 4
-    unified = serving.unified if serving.unified is not None else serving.slots is None
-    total = _pad(context)
+def _layout(by: Rules, context: int, serving: Serving) -> _Plan:
+    # Without -np the server takes its default number of slots on one unified cache, whatever else it is told.
+    slots = serving.slots or by.slots
+    unified = serving.slots is None or not by.streams or bool(serving.unified)
+    flash = by.flash_by_default if serving.flash_attention is None else serving.flash_attention
+    pad = by.pad if flash else by.pad_without_flash
+    total = _pad(context, pad)
     if unified or slots == 1:
-        return _Plan(total, total, 1, slots, unified)
-    each = _pad(total // slots)
+        return _Plan(by, flash, pad, total, total, total, 1, slots, unified)
+    each = _pad(total // slots, pad)
     if not each:
         raise UsageError(
             f"--parallel {slots} leaves no token of --ctx for a slot", hint="--kv-unified shares one cache"
         )
-    return _Plan(each * slots, each, slots, slots, unified)
+    hybrid = {"slot": each, "slots": each * slots, "context": total}[by.hybrid_cells]
+    return _Plan(by, flash, pad, each * slots, each, hybrid, slots, slots, unified)
 
 
 def plan(
@@ -87,37 +93,39 @@ def plan(
         )
     if context < 1:
         raise UsageError("--ctx 0 is the model's own maximum to llama.cpp", hint="name it, for example --ctx 32k")
-    stored = storage(spec, fmt, flash_attention=serving.flash_attention)
-    laid = _layout(context, serving)
+    by, warnings = rules(version)
+    laid = _layout(by, context, serving)
+    stored = storage(spec, fmt, flash_attention=laid.flash, latent_values=by.latent_values)
     groups, lines = [], []
     total = 0
     for cache in stored.caches:
-        cells = _cells(cache, laid, serving)
+        cells = _cells(cache, laid, stored, serving)
         total += cells * laid.streams * cache.row
-        groups.append(GroupRow(cache.kind, cache.layers, PAD, PAD * cache.row, cells * laid.streams // PAD))
-        lines += log.created(stored, cache, cells)
-        lines.append(log.sized(cache, cells, laid.streams, laid.slots, fmt))
+        groups.append(
+            GroupRow(cache.kind, cache.layers, laid.pad, laid.pad * cache.row, cells * laid.streams // laid.pad)
+        )
+        lines += log.created(by, stored, cache, cells)
+        lines.append(log.sized(by, cache, cells, laid.streams, laid.slots, fmt))
     state = stored.shift_bytes + stored.state_bytes
     if state:
         total += state * laid.slots
         groups.append(GroupRow("recurrent_state", stored.recurrent_layers, 0, state, laid.slots))
-        lines.append(log.recurrent(stored, laid.slots, len(spec.layers)))
-    block = PAD * sum(cache.row for cache in stored.caches if not cache.reach)
+        lines.append(log.recurrent(by, stored, laid.slots, len(spec.layers)))
+    block = laid.pad * sum(cache.row for cache in stored.caches if not cache.reach)
     budget = serving.kv_budget
     # Without a cache that grows there is no longest context to find.
-    capacity = _largest(spec, serving, budget, stored) if budget is not None and block else None
-    warnings = []
+    capacity = _largest(spec, laid, serving, budget, stored) if budget is not None and block else None
     if budget is not None and total > budget:
-        warnings.append(f"the cache takes {total:,} bytes, more than the budget of {budget:,}")
+        warnings += (f"the cache takes {total:,} bytes, more than the budget of {budget:,}",)
     return Allocation(
         device="cpu" if serving.kv_on_host else "gpu",
         tensor_parallel_size=1,
-        block_size=PAD,
+        block_size=laid.pad,
         bytes_per_block=block,
-        blocks_per_request=laid.cells // PAD,
+        blocks_per_request=laid.cells // laid.pad,
         reserved_bytes=total,
         kv_budget_bytes=budget,
-        num_blocks=capacity // PAD if capacity is not None else None,
+        num_blocks=capacity // laid.pad if capacity is not None else None,
         capacity_tokens=capacity,
         reported_capacity=capacity,
         max_concurrency=None,
@@ -125,7 +133,7 @@ def plan(
         groups=tuple(groups),
         log=tuple(lines),
         reasons=tuple(_reasons(context, laid, stored, serving)),
-        warnings=tuple(warnings),
+        warnings=warnings,
         longest_sequence=min(context, laid.cells, serving.slot_limit or context),
     )
 
@@ -136,12 +144,14 @@ def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> li
     batch, physical = _batch(serving), _ubatch(serving, laid)
     if serving.ubatch is not None and serving.ubatch > physical:
         reasons.append(f"a physical batch is never more than the logical one of {min(batch, laid.context):,} tokens")
-    if serving.slots is None:
-        reasons.append("4 slots on one unified cache, as llama-server has it; --parallel sets another number")
+    if serving.slots is None and laid.slots > 1:
+        reasons.append(
+            f"{laid.slots} slots on one unified cache, as llama-server has it; --parallel sets another number"
+        )
     if laid.context != context:
-        reasons.append(f"{context:,} tokens become {laid.context:,} cells: every stream has a multiple of {PAD}")
+        reasons.append(f"{context:,} tokens become {laid.context:,} cells: every stream has a multiple of {laid.pad}")
     for cache in stored.caches:
-        cells = _cells(cache, laid, serving)
+        cells = _cells(cache, laid, stored, serving)
         if cache.reach and cells < laid.cells:
             times = f"{laid.slots} × " if laid.unified and laid.slots > 1 else ""
             reasons.append(f"windows hold {times}{cache.reach:,} + {physical:,} tokens of a batch: {cells:,} cells")
@@ -166,23 +176,24 @@ def _ubatch(serving: Serving, laid: _Plan) -> int:
     return min(serving.ubatch or 512, _batch(serving), laid.context)
 
 
-def _cells(cache: Cache, laid: _Plan, serving: Serving) -> int:
+def _cells(cache: Cache, laid: _Plan, stored: Storage, serving: Serving) -> int:
     """Cells of one stream."""
     if not cache.reach or serving.swa_full:
-        return laid.cells
-    return min(laid.cells, _pad(cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving, laid)))
+        return laid.hybrid_cells if stored.shift_bytes or stored.state_bytes else laid.cells
+    needed = cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving, laid)
+    return min(laid.cells, _pad(needed, laid.pad))
 
 
-def _largest(spec: ModelSpec, serving: Serving, budget: int, stored: Storage) -> int:
-    """The largest context in the budget, a multiple of 256 for every stream; the model's own maximum at most."""
+def _largest(spec: ModelSpec, laid: _Plan, serving: Serving, budget: int, stored: Storage) -> int:
+    """The largest context in the budget, a multiple of its padding for every stream; the model's own maximum at most."""
 
     def takes(context: int) -> int:
-        laid = _layout(context, serving)
-        held = sum(_cells(cache, laid, serving) * cache.row for cache in stored.caches) * laid.streams
-        return held + (stored.shift_bytes + stored.state_bytes) * laid.slots
+        laid_out = _layout(laid.rules, context, serving)
+        cells = sum(_cells(cache, laid_out, stored, serving) * cache.row for cache in stored.caches)
+        return cells * laid_out.streams + (stored.shift_bytes + stored.state_bytes) * laid_out.slots
 
-    step = PAD * _layout(2**24, serving).streams
-    low, high = 0, (spec.max_context or 2**24) // PAD
+    step = laid.pad * laid.streams
+    low, high = 0, (spec.max_context or 2**24) // laid.pad
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if takes(middle * step) <= budget else (low, middle - 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 
+from kvctl.engines.llama_cpp_builds import Rules
 from kvctl.engines.llama_cpp_storage import Cache, Storage
 from kvctl.spec import Formats
 
@@ -19,30 +20,35 @@ def _mib(size: int) -> str:
     return f"{rounded / MIB:7.2f} MiB"
 
 
-def created(storage: Storage, cache: Cache, cells: int) -> list[str]:
+def created(rules: Rules, storage: Storage, cache: Cache, cells: int) -> list[str]:
     """The line before those of a cache, where a model has several."""
     if storage.indexed:
         which = "indexer" if cache.kind == "indexer" else "main"
-        return [f"llama_kv_cache_{storage.indexed}: creating {which} KV cache, size = {cells} cells"]
+        return [f"{rules.name}_{storage.indexed}: creating {which} KV cache, size = {cells} cells"]
     if any(cache.reach for cache in storage.caches):
         which = "    SWA" if cache.reach else "non-SWA"
-        return [f"llama_kv_cache_iswa: creating {which} KV cache, size = {cells} cells"]
+        return [f"{rules.name}_iswa: creating {which} KV cache, size = {cells} cells"]
     return []
 
 
-def sized(cache: Cache, cells: int, streams: int, slots: int, fmt: Formats) -> str:
+def sized(rules: Rules, cache: Cache, cells: int, streams: int, slots: int, fmt: Formats) -> str:
     """What a cache takes."""
     k, v = (cells * streams * row for row in (cache.k_row, cache.v_row))
+    sequences = f"{slots:2d}/{streams}" if rules.streams else f"{slots:2d}"
     return (
-        f"llama_kv_cache: size = {_mib(k + v)} ({cells:6d} cells, {cache.layers:3d} layers, {slots:2d}/{streams} seqs), "
+        f"{rules.name}: size = {_mib(k + v)} ({cells:6d} cells, {cache.layers:3d} layers, {sequences} seqs), "
         f"K ({fmt.key.name}): {_mib(k)}, V ({fmt.value.name}): {_mib(v)}"
     )
 
 
-def recurrent(storage: Storage, slots: int, layers: int) -> str:
+def recurrent(rules: Rules, storage: Storage, slots: int, layers: int) -> str:
     """What the states of all slots take; the line counts all layers of the model."""
     r, s = storage.shift_bytes * slots, storage.state_bytes * slots
+    kept, last = (
+        ("  0 rs_seq" if rules.recurrent_log else ""),
+        (f", P (f32): {_mib(0)}" if rules.recurrent_log > 1 else ""),
+    )
     return (
-        f"llama_memory_recurrent: size = {_mib(r + s)} ({slots:6d} cells, {layers:3d} layers, {slots:2d} seqs  0 rs_seq), "
-        f"R (f32): {_mib(r)}, S (f32): {_mib(s)}, P (f32): {_mib(0)}"
+        f"llama_memory_recurrent: size = {_mib(r + s)} ({slots:6d} cells, {layers:3d} layers, {slots:2d} seqs{kept}), "
+        f"R (f32): {_mib(r)}, S (f32): {_mib(s)}{last}"
     )

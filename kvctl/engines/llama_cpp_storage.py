@@ -57,7 +57,7 @@ _RECURRENT = _types(
 _WITHOUT_ATTENTION = _types("falcon_mamba mamba mamba2 rwkv6")
 _COUNTS_EMPTY = _types("deci nemotron-nas")
 """Layers without attention have empty rows in the cache of these."""
-_WITH_INDEXER = _types("deepseek_v32 glm_moe_dsa minimax_m3 minimax_m3_vl")
+_WITH_INDEXER = _types("deepseek_v32 glm_moe_dsa minimax_m3 minimax_m3_vl minimax_m3_vl_text")
 _CHUNK = 8192  # of every Llama 4, whatever its configuration says
 
 
@@ -105,9 +105,9 @@ def storage(spec: ModelSpec, fmt: Formats, *, flash_attention: bool | None, late
         if fmt.value.block > 1:
             raise UsageError("llama.cpp needs flash attention for a quantised V cache", hint="--flash-attn on")
         flash_attention = False
-    if any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states):
-        if fmt.key.name != fmt.value.name:
-            raise UsageError("llama.cpp keeps latents in one type for K and V", hint="-ctk and -ctv alike")
+    latent = any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states)
+    if latent and not latent_values and fmt.key.name != fmt.value.name:
+        raise UsageError("llama.cpp keeps latents in one type for K and V", hint="-ctk and -ctv alike")
     rows = _Rows(spec, fmt, flash_attention is not False, latent_values)
     for layer in spec.layers:
         rows.add(layer)
