@@ -11,7 +11,7 @@ from conftest import DATA, Outcome
 from libllama import planned, spec_of
 
 from kvctl.engines import engine
-from kvctl.errors import UsageError
+from kvctl.errors import ConfigError, UsageError
 
 Json = dict[str, Any]
 
@@ -37,7 +37,7 @@ def test_builds_log_what_their_rules_say(build: str, name: str) -> None:
 
 
 def test_every_case_is_there() -> None:
-    assert len(CASES) == 85
+    assert len(CASES) == 92
     assert len(oracle()["contexts"]) == 10
 
 
@@ -50,7 +50,7 @@ def test_builds_between_measured_ones_say_so_where_rules_changed() -> None:
     assert planned(spec, {"n_ctx": 1024}, version="b99999").warnings == ()
 
 
-@pytest.mark.parametrize("version", ["b5589", "b1", "0.6", "newest", "b", "b99999999"])
+@pytest.mark.parametrize("version", ["b4752", "b1", "0.6", "newest", "b", "b99999999"])
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(UsageError):
         engine(f"llama.cpp@{version}")
@@ -63,3 +63,12 @@ def test_a_build_is_asked_for_by_its_tag(kvctl: Any) -> None:
     )
     assert outcome.json["results"][0]["allocation"]["reserved_bytes"] == 4096 * 61 * (576 + 512) * 2
     assert outcome.json["results"][0]["engine"]["version"] == "b6673"
+
+
+@pytest.mark.parametrize(("model", "build", "words"), [
+    ("gemma3", "b5500", "between b4980 and b5590"), ("deepseek2", "b5500", "between b4980 and b5590"),
+    ("deepseek2", "b4980", "no build this old"), ("lfm2", "b4980", "no hybrids in builds this old"),
+])  # fmt: skip
+def test_builds_whose_storage_is_not_known_are_refused(model: str, build: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned(spec_of(**oracle()["models"][model]), {"n_ctx": 1024}, version=build)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import llama_cpp_log as log
-from kvctl.engines.llama_cpp_builds import Rules, rules
-from kvctl.engines.llama_cpp_storage import Cache, Storage, storage
-from kvctl.errors import UsageError
+from kvctl.engines.llama_cpp_builds import Rules, rules, unsure
+from kvctl.engines.llama_cpp_storage import Cache, Storage, latents, storage, uneven, windowed
+from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record
 from kvctl.spec import Formats, ModelSpec
@@ -59,11 +59,13 @@ def _pad(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _layout(by: Rules, context: int, serving: Serving) -> _Plan:
+def _layout(by: Rules, spec: ModelSpec, context: int, serving: Serving) -> _Plan:
     # Without -np the server takes its default number of slots on one unified cache, whatever else it is told.
     slots = serving.slots or by.slots
     unified = serving.slots is None or not by.streams or bool(serving.unified)
     flash = by.flash_by_default if serving.flash_attention is None else serving.flash_attention
+    if spec.model_type == "grok-1" or (by.one_cache and uneven(spec)):
+        flash = False  # there is none for these, and it is forced off
     pad = by.pad if flash else by.pad_without_flash
     total = _pad(context, pad)
     if unified or slots == 1:
@@ -94,8 +96,13 @@ def plan(
     if context < 1:
         raise UsageError("--ctx 0 is the model's own maximum to llama.cpp", hint="name it, for example --ctx 32k")
     by, warnings = rules(version)
-    laid = _layout(by, context, serving)
-    stored = storage(spec, fmt, flash_attention=laid.flash, latent_values=by.latent_values)
+    if unsure(version) and (latents(spec) or windowed(spec)):
+        raise ConfigError(
+            f"{spec.id}: windows and latents got caches of their own between b4980 and b5590, in steps kvctl does not know",
+            hint="llama.cpp@b5590 is the first build that kvctl knows with them",
+        )
+    laid = _layout(by, spec, context, serving)
+    stored = storage(spec, fmt, by, flash=laid.flash)
     groups, lines = [], []
     total = 0
     for cache in stored.caches:
@@ -104,13 +111,17 @@ def plan(
         groups.append(
             GroupRow(cache.kind, cache.layers, laid.pad, laid.pad * cache.row, cells * laid.streams // laid.pad)
         )
-        lines += log.created(by, stored, cache, cells)
-        lines.append(log.sized(by, cache, cells, laid.streams, laid.slots, fmt))
+        if not by.one_cache:
+            lines += log.created(by, stored, cache, cells)
+            lines.append(log.sized(by, cache, cells, laid.streams, laid.slots, fmt))
     state = stored.shift_bytes + stored.state_bytes
     if state:
         total += state * laid.slots
         groups.append(GroupRow("recurrent_state", stored.recurrent_layers, 0, state, laid.slots))
-        lines.append(log.recurrent(by, stored, laid.slots, len(spec.layers)))
+        if not by.one_cache:
+            lines.append(log.recurrent(by, stored, laid.slots, len(spec.layers)))
+    if by.one_cache:
+        lines.append(log.self_size(by, stored, laid.cells, laid.slots, fmt))
     block = laid.pad * sum(cache.row for cache in stored.caches if not cache.reach)
     budget = serving.kv_budget
     # Without a cache that grows there is no longest context to find.
@@ -188,7 +199,7 @@ def _largest(spec: ModelSpec, laid: _Plan, serving: Serving, budget: int, stored
     """The largest context in the budget, a multiple of its padding for every stream; the model's own maximum at most."""
 
     def takes(context: int) -> int:
-        laid_out = _layout(laid.rules, context, serving)
+        laid_out = _layout(laid.rules, spec, context, serving)
         cells = sum(_cells(cache, laid_out, stored, serving) * cache.row for cache in stored.caches)
         return cells * laid_out.streams + (stored.shift_bytes + stored.state_bytes) * laid_out.slots
 

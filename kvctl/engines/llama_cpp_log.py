@@ -52,3 +52,13 @@ def recurrent(rules: Rules, storage: Storage, slots: int, layers: int) -> str:
         f"llama_memory_recurrent: size = {_mib(r + s)} ({slots:6d} cells, {layers:3d} layers, {slots:2d} seqs{kept}), "
         f"R (f32): {_mib(r)}, S (f32): {_mib(s)}{last}"
     )
+
+
+def self_size(rules: Rules, storage: Storage, cells: int, slots: int, fmt: Formats) -> str:
+    """The one line of builds with one cache for everything; states stand where keys and values do."""
+    if storage.caches:
+        k, v = (sum(getattr(cache, row) for cache in storage.caches) * cells for row in ("k_row", "v_row"))
+        names = (fmt.key.name, fmt.value.name)
+    else:
+        k, v, names = storage.shift_bytes * slots, storage.state_bytes * slots, ("f32", "f32")
+    return f"{rules.one_cache}: KV self size  = {_mib(k + v)}, K ({names[0]}): {_mib(k)}, V ({names[1]}): {_mib(v)}"

@@ -7,6 +7,7 @@ windows apart), src/llama-hparams.cpp (rows and states) and conversion/ (model t
 from __future__ import annotations
 
 from kvctl.engines import IDEAL
+from kvctl.engines.llama_cpp_builds import Rules
 from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat
@@ -92,33 +93,53 @@ class Storage(Record):
     """What the log calls a cache with an indexer: dsa or msa."""
 
 
-def storage(spec: ModelSpec, fmt: Formats, *, flash_attention: bool | None, latent_values: bool = False) -> Storage:
-    """What llama.cpp keeps of a model; `latent_values`: builds that store latents a second time, as values.
+def latents(spec: ModelSpec) -> bool:
+    """Whether a model has latent attention."""
+    return any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states)
+
+
+def windowed(spec: ModelSpec) -> bool:
+    """Whether a model has windows that llama.cpp keeps apart."""
+    return spec.model_type in KEEPS_WINDOWS and any(
+        isinstance(state, (SlidingWindow, ChunkedAttention)) for layer, _ in spec.groups for state in layer.states
+    )
+
+
+def uneven(spec: ModelSpec) -> bool:
+    """Whether keys and values of some layer have several widths."""
+    found = (plain_attention(state) for layer, _ in spec.groups for state in layer.states)
+    return any(state is not None and state.key_dim != state.value_dim for state in found)
+
+
+def storage(spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> Storage:
+    """What llama.cpp keeps of a model, with or without flash attention.
 
     Raises:
         ConfigError: a kind of state, or windows of an architecture, whose storage is not known.
         UsageError: types that llama.cpp refuses.
 
     """
-    if flash_attention is False or spec.model_type == "grok-1":
-        # No flash attention for Grok.
-        if fmt.value.block > 1:
-            raise UsageError("llama.cpp needs flash attention for a quantised V cache", hint="--flash-attn on")
-        flash_attention = False
-    latent = any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states)
-    if latent and not latent_values and fmt.key.name != fmt.value.name:
+    if not flash and fmt.value.block > 1:
+        raise UsageError("llama.cpp needs flash attention for a quantised V cache", hint="--flash-attn on")
+    if latents(spec) and rules.one_cache:
+        raise ConfigError(f"{spec.id}: llama.cpp stored latents in no build this old",
+                          hint="its files of that time hold expanded heads: give such a .gguf file")  # fmt: skip
+    if latents(spec) and not rules.latent_values and fmt.key.name != fmt.value.name:
         raise UsageError("llama.cpp keeps latents in one type for K and V", hint="-ctk and -ctv alike")
-    rows = _Rows(spec, fmt, flash_attention is not False, latent_values)
+    rows = _Rows(spec, fmt, rules, flash=flash)
     for layer in spec.layers:
         rows.add(layer)
-    return rows.storage()
+    stored = rows.storage()
+    if rules.one_cache and stored.shift_bytes + stored.state_bytes and stored.caches:
+        raise ConfigError(f"{spec.id}: llama.cpp had no hybrids in builds this old", hint="--engine llama.cpp")
+    return stored
 
 
 class _Rows:
     """Rows of the caches so far, by kind and reach."""
 
-    def __init__(self, spec: ModelSpec, fmt: Formats, flash: bool, latent_values: bool) -> None:
-        self.spec, self.fmt, self.flash, self.latent_values = spec, fmt, flash, latent_values
+    def __init__(self, spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> None:
+        self.spec, self.fmt, self.rules, self.flash = spec, fmt, rules, flash
         self.held: dict[tuple[str, int], list[tuple[int, int]]] = {}
         self.shift = self.state = self.recurrent = 0
         self.full_windows = False
@@ -130,7 +151,7 @@ class _Rows:
             if isinstance(state, (ConvState, RecurrentState)) and self.spec.model_type in _RECURRENT:
                 self._recurrent(state)
             elif isinstance(state, LatentAttention) and state.window is None and self.spec.model_type in _LATENTS:
-                values = state.latent if self.latent_values else 0
+                values = state.latent if self.rules.latent_values else 0
                 self._put(LatentAttention.kind, 0, state.latent + state.rope, values)
             elif isinstance(state, Indexer) and state.stride == 1 and self.spec.model_type in _WITH_INDEXER:
                 # It copies the settings of the cache beside it, with one head: values too where that has them.
@@ -174,7 +195,7 @@ class _Rows:
             return FullAttention.kind, 0
         model_type = self.spec.model_type
         few = model_type == "exaone4" and len(self.spec.layers) != 64
-        if model_type in IGNORES_WINDOWS or few:
+        if model_type in IGNORES_WINDOWS or few or self.rules.one_cache:
             self.full_windows = True
             return FullAttention.kind, 0
         if model_type not in KEEPS_WINDOWS:
