@@ -76,7 +76,11 @@ _PREDICTS_AHEAD = (
 def _one_more_layer(keys: Metadata) -> Metadata:
     """A last layer that predicts further tokens: an entry more in every list."""
     layers = keys["block_count"]
-    lists = {name: value for name, value in keys.items() if isinstance(value, list) and len(value) == layers}
+    lists = {
+        name: value
+        for name, value in keys.items()
+        if isinstance(value, list) and len(value) == layers and not name.startswith("attention.indexer")
+    }
     more = {"attention.head_count_kv": 2, "attention.head_count": 4, "feed_forward_length": 512}
     return {
         "nextn_predict_layers": 1,
@@ -114,7 +118,9 @@ def _by_kind(flags: list[bool]) -> list[int]:
 def _gemma4(keys: Metadata, random: Random) -> Metadata:
     layers = keys["block_count"]
     shared = random.choice((0, 1, 2)) if layers > 4 else 0
-    flags = [True, False, *[True] * (layers - 4), True, False] if shared else [True, *_flags(random, layers)[2:], False]
+    # Layers that share read the last windowed and the last full layer before them.
+    own = [*_flags(random, layers - shared)[2:], True, False]
+    flags = [*own, *[True] * (shared - 1), False] if shared else [True, *own[1:]]
     return {
         "attention.sliding_window": _window(random), "attention.sliding_window_pattern": flags,
         "attention.key_length": 512, "attention.value_length": 512, "rope.dimension_count": 512,
@@ -188,6 +194,24 @@ def _kimi_linear(keys: Metadata, random: Random) -> Metadata:
     return _latent(keys, random) | {
         "block_count": layers, "ssm.conv_kernel": 4, "kda.head_dim": 128,
         "attention.head_count_kv": [0 if (index + 1) % 4 else 1 for index in range(layers)],
+    }  # fmt: skip
+
+
+def _bailingmoe3(keys: Metadata, random: Random) -> Metadata:
+    return _kimi_linear(keys, random) | {
+        "kda.safe_gate": True, "kda.gate_lower_bound": -5.0, "rope.dimension_sections": [8, 12, 12, 0],
+    }  # fmt: skip
+
+
+def _deepseek4(keys: Metadata, random: Random) -> Metadata:
+    return {
+        "attention.head_count": 8, "attention.head_count_kv": 1, "attention.key_length": 512, "attention.value_length": 512,
+        "rope.dimension_count": 64, "attention.q_lora_rank": 64, "attention.sliding_window": _window(random),
+        "attention.output_group_count": 8, "attention.output_lora_rank": 32, "attention.compress_rope_freq_base": 160000.0,
+        "attention.compress_ratios": [4, *(random.choice((0, 4, 128)) for _ in range(keys["block_count"] - 1))],
+        "hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 2, "hyper_connection.epsilon": 1e-6,
+        "hash_layer_count": 0, "attention.indexer.head_count": 64, "attention.indexer.key_length": 128,
+        "attention.indexer.top_k": 512, "expert_gating_func": 4,
     }  # fmt: skip
 
 
@@ -281,6 +305,8 @@ _CHANGES: dict[str, Callable[[Metadata, Random], Metadata]] = {
     "minicpm3 plm": _expanded,
     "minimax-m3": _minimax_m3,
     "kimi-linear": _kimi_linear,
+    "bailingmoe3": _bailingmoe3,
+    "deepseek4": _deepseek4,
     "qwen3next qwen35 qwen35moe": _gated_delta,
     "mamba mamba2 jamba plamo2 granitehybrid falcon-h1 nemotron_h nemotron_h_moe": _scan,
     "mamba mamba2 rwkv7": _no_attention,

@@ -114,7 +114,7 @@ def test_a_budget_says_how_long_the_context_may_be(kvctl: Run) -> None:
         (("Qwen3-32B", "-fa", "maybe"), "unknown flash-attn"),
         (("Qwen3-32B", "--block-size", "16"), "no use for it"),
         (("whisper-large-v3",), "does not know how llama.cpp stores"),
-        (("DeepSeek-V4-Flash",), "does not know how llama.cpp stores"),
+        (("LongCat-Flash-Chat",), "does not know how llama.cpp stores"),
     ],
 )
 def test_what_is_not_understood_is_refused(kvctl: Run, arguments: tuple[str, ...], words: str) -> None:

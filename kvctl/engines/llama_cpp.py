@@ -79,6 +79,11 @@ def _layout(by: Rules, spec: ModelSpec, context: int, serving: Serving) -> _Plan
     return _Plan(by, flash, pad, each * slots, each, hybrid, slots, slots, unified)
 
 
+def _apart(laid: _Plan, stored: Storage) -> _Plan:
+    """A stream of all cells for each slot, where slots cannot share one."""
+    return laid.replace(streams=laid.slots, unified=False) if stored.compressors and laid.unified else laid
+
+
 def plan(
     spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving, version: str | None
 ) -> Allocation:
@@ -103,6 +108,7 @@ def plan(
         )
     laid = _layout(by, spec, context, serving)
     stored = storage(spec, fmt, by, flash=laid.flash)
+    laid = _apart(laid, stored)
     groups, lines = [], []
     total = 0
     for cache in stored.caches:
@@ -112,11 +118,13 @@ def plan(
             GroupRow(cache.kind, cache.layers, laid.pad, laid.pad * cache.row, cells * laid.streams // laid.pad)
         )
         if not by.one_cache:
-            lines += log.created(by, stored, cache, cells)
+            lines += log.created(by, stored, cache, max(1, -(-laid.cells // cache.ratio)) if cache.ratio > 1 else cells)
             lines.append(log.sized(by, cache, cells, laid.streams, laid.slots, fmt))
-    state = stored.shift_bytes + stored.state_bytes
-    if state:
-        total += state * laid.slots
+    total += stored.state * laid.slots
+    for tail in stored.compressors:
+        groups.append(GroupRow("compressor_state", tail.layers, 0, tail.bytes, laid.slots))
+        lines.append(log.compressor(tail, laid.slots))
+    if state := stored.shift_bytes + stored.state_bytes:
         groups.append(GroupRow("recurrent_state", stored.recurrent_layers, 0, state, laid.slots))
         if not by.one_cache:
             lines.append(log.recurrent(by, stored, laid.slots, len(spec.layers)))
@@ -168,6 +176,8 @@ def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> li
             reasons.append(f"windows hold {times}{cache.reach:,} + {physical:,} tokens of a batch: {cells:,} cells")
     if stored.shift_bytes or stored.state_bytes:
         reasons.append(f"recurrent states are float32, one for each of {plural(laid.slots, 'slot')}")
+    if stored.compressors and laid.slots > 1:
+        reasons.append("slots of compressed attention share no cells: each has a cache of its own")
     if stored.full_windows:
         reasons.append("llama.cpp keeps every token of this architecture's windowed layers")
     if serving.kv_on_host:
@@ -190,7 +200,8 @@ def _ubatch(serving: Serving, laid: _Plan) -> int:
 def _cells(cache: Cache, laid: _Plan, stored: Storage, serving: Serving) -> int:
     """Cells of one stream."""
     if not cache.reach or serving.swa_full:
-        return laid.hybrid_cells if stored.shift_bytes or stored.state_bytes else laid.cells
+        cells = laid.hybrid_cells if stored.shift_bytes or stored.state_bytes else laid.cells
+        return cells if cache.ratio == 1 else _pad(max(1, -(-cells // cache.ratio)), 256)
     needed = cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving, laid)
     return min(laid.cells, _pad(needed, laid.pad))
 
@@ -199,9 +210,9 @@ def _largest(spec: ModelSpec, laid: _Plan, serving: Serving, budget: int, stored
     """The largest context in the budget, a multiple of its padding for every stream; the model's own maximum at most."""
 
     def takes(context: int) -> int:
-        laid_out = _layout(laid.rules, spec, context, serving)
+        laid_out = _apart(_layout(laid.rules, spec, context, serving), stored)
         cells = sum(_cells(cache, laid_out, stored, serving) * cache.row for cache in stored.caches)
-        return cells * laid_out.streams + (stored.shift_bytes + stored.state_bytes) * laid_out.slots
+        return cells * laid_out.streams + stored.state * laid_out.slots
 
     step = laid.pad * laid.streams
     low, high = 0, (spec.max_context or 2**24) // laid.pad

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from kvctl.engines.llama_cpp_builds import Rules
-from kvctl.engines.llama_cpp_storage import Cache, Storage
+from kvctl.engines.llama_cpp_storage import Cache, Compressor, Storage
 from kvctl.spec import Formats
 
 MIB = 2**20
@@ -22,6 +22,15 @@ def _mib(size: int) -> str:
 
 def created(rules: Rules, storage: Storage, cache: Cache, cells: int) -> list[str]:
     """The line before those of a cache, where a model has several."""
+    if cache.ratio > 1:
+        kind = (
+            "lightning-indexer"
+            if cache.kind == "indexer"
+            else "CSA compressed"
+            if cache.ratio == 4
+            else "HCA compressed"
+        )
+        return [f"{rules.name}_dsv4: creating DSV4 {kind} KV cache, size = {cells} cells"]
     if storage.indexed:
         which = "indexer" if cache.kind == "indexer" else "main"
         return [f"{rules.name}_{storage.indexed}: creating {which} KV cache, size = {cells} cells"]
@@ -62,3 +71,11 @@ def self_size(rules: Rules, storage: Storage, cells: int, slots: int, fmt: Forma
     else:
         k, v, names = storage.shift_bytes * slots, storage.state_bytes * slots, ("f32", "f32")
     return f"{rules.one_cache}: KV self size  = {_mib(k + v)}, K ({names[0]}): {_mib(k)}, V ({names[1]}): {_mib(v)}"
+
+
+def compressor(tail: Compressor, streams: int) -> str:
+    """What the state of a compressor takes."""
+    return (
+        f"llama_dsv4_comp_state: {tail.name} ratio = {tail.ratio}, state = {tail.rows} x {tail.width}, "
+        f"streams = {streams}, rs_seq = 0, layers = {tail.layers}, size = {_mib(tail.bytes * streams)}"
+    )

@@ -7,7 +7,7 @@ windows apart), src/llama-hparams.cpp (rows and states) and conversion/ (model t
 from __future__ import annotations
 
 from kvctl.engines import IDEAL
-from kvctl.engines.llama_cpp_builds import Rules
+from kvctl.engines.llama_cpp_builds import NEWEST, Rules
 from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat
@@ -72,10 +72,26 @@ class Cache(Record):
     layers: int
     reach: int = 0
     """Window or chunk; 0 for every token."""
+    ratio: int = 1
+    """Tokens to a cell."""
 
     @property
     def row(self) -> int:
         return self.k_row + self.v_row
+
+
+class Compressor(Record):
+    """What a compressor of all its layers keeps for one sequence: values and scores in float32."""
+
+    name: str
+    ratio: int
+    rows: int
+    width: int
+    layers: int
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.width * self.layers * 2 * 4
 
 
 class Storage(Record):
@@ -91,6 +107,13 @@ class Storage(Record):
     """Whether windows of the architecture are stored as if there were none."""
     indexed: str = ""
     """What the log calls a cache with an indexer: dsa or msa."""
+    compressors: tuple[Compressor, ...] = ()
+    """Those of models that compress: their slots share no cache, even a unified one."""
+
+    @property
+    def state(self) -> int:
+        """Bytes that every slot keeps, whatever the context."""
+        return self.shift_bytes + self.state_bytes + sum(tail.bytes for tail in self.compressors)
 
 
 def latents(spec: ModelSpec) -> bool:
@@ -126,6 +149,10 @@ def storage(spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> Stor
                           hint="its files of that time hold expanded heads: give such a .gguf file")  # fmt: skip
     if latents(spec) and not rules.latent_values and fmt.key.name != fmt.value.name:
         raise UsageError("llama.cpp keeps latents in one type for K and V", hint="-ctk and -ctv alike")
+    from kvctl.engines import llama_cpp_dsv4
+
+    if spec.model_type in llama_cpp_dsv4.TYPES:
+        return _compressing(spec, fmt, rules)
     rows = _Rows(spec, fmt, rules, flash=flash)
     for layer in spec.layers:
         rows.add(layer)
@@ -133,6 +160,17 @@ def storage(spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> Stor
     if rules.one_cache and stored.shift_bytes + stored.state_bytes and stored.caches:
         raise ConfigError(f"{spec.id}: llama.cpp had no hybrids in builds this old", hint="--engine llama.cpp")
     return stored
+
+
+def _compressing(spec: ModelSpec, fmt: Formats, rules: Rules) -> Storage:
+    from kvctl.engines import llama_cpp_dsv4
+
+    if rules != Rules():
+        raise ConfigError(f"{spec.id}: kvctl knows how builds from b{NEWEST} on store compressed attention",
+                          hint="--engine llama.cpp")  # fmt: skip
+    if fmt.key.name != fmt.value.name:
+        raise UsageError("llama.cpp keeps compressed entries in one type for K and V", hint="-ctk and -ctv alike")
+    return llama_cpp_dsv4.storage(spec, fmt.key)
 
 
 class _Rows:

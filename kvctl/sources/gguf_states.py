@@ -98,6 +98,34 @@ def kimi_linear(keys: Keys) -> Config:
     }
 
 
+def bailing_hybrid(keys: Keys) -> Config:
+    """Kimi delta attention where a layer has no KV heads, latents where it has."""
+    config = base(keys) | _latent(keys)
+    return config | {
+        "layer_types": [FULL if count else LINEAR for count in _kv_heads(keys, config)],
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": keys.number("kda.head_dim"),
+        "linear_conv_kernel_dim": keys.number("ssm.conv_kernel"),
+    }
+
+
+def compressed(keys: Keys) -> Config:
+    """Windows of one row in every layer, and compressed entries where the file lists a ratio."""
+    if keys.number("nextn_predict_layers", 0, minimum=0):
+        raise ConfigError(
+            f"{keys.where}: {keys.architecture} with nextn_predict_layers, which kvctl does not know of it"
+        )
+    config = base(keys)
+    layers = config["num_hidden_layers"]
+    return config | {
+        "num_attention_heads": keys.number("attention.head_count"),
+        "head_dim": keys.number("attention.key_length"),
+        "sliding_window": keys.number("attention.sliding_window"),
+        "index_head_dim": keys.number("attention.indexer.key_length"),
+        "compress_ratios": keys.per_layer("attention.compress_ratios", layers, 0, minimum=0),
+    }
+
+
 # -- states ----------------------------------------------------------------------------------------
 
 
