@@ -66,9 +66,20 @@ def test_a_build_is_asked_for_by_its_tag(kvctl: Any) -> None:
 
 
 @pytest.mark.parametrize(("model", "build", "words"), [
-    ("gemma3", "b5500", "between b4980 and b5590"), ("deepseek2", "b5500", "between b4980 and b5590"),
+    ("gemma3", "b5500", "between b4980 and b5552"), ("deepseek2", "b5500", "between b4980 and b5552"),
     ("deepseek2", "b4980", "no build this old"), ("lfm2", "b4980", "no hybrids in builds this old"),
 ])  # fmt: skip
 def test_builds_whose_storage_is_not_known_are_refused(model: str, build: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         planned(spec_of(**oracle()["models"][model]), {"n_ctx": 1024}, version=build)
+
+
+@pytest.mark.parametrize(("build", "cells"), [("b5552", 1024 + 2048), ("b5554", 1024 + 512)])
+def test_first_windows_have_room_for_a_logical_batch(kvctl: Any, build: str, cells: int) -> None:
+    # gemma-3-27b: 62 layers of 16 heads, 8,192 B a cell; 10 of them hold all 32,768 tokens
+    outcome: Outcome = kvctl(
+        "size", "gemma-3-27b-it", "--ctx", "32k", "--engine", f"llama.cpp@{build}", "-np", "1", "--json"
+    )
+    allocation = outcome.json["results"][0]["allocation"]
+    assert allocation["reserved_bytes"] == 8192 * (10 * 32768 + 52 * cells)
+    assert f"llama_kv_cache_unified_iswa: creating     SWA KV cache, size = {cells} cells" in allocation["log"]

@@ -103,8 +103,8 @@ def plan(
     by, warnings = rules(version)
     if unsure(version) and (latents(spec) or windowed(spec)):
         raise ConfigError(
-            f"{spec.id}: windows and latents got caches of their own between b4980 and b5590, in steps kvctl does not know",
-            hint="llama.cpp@b5590 is the first build that kvctl knows with them",
+            f"{spec.id}: windows and latents got caches of their own between b4980 and b5552, in steps kvctl does not know",
+            hint="llama.cpp@b5552 is the first build that kvctl knows with them",
         )
     laid = _layout(by, spec, context, serving)
     stored = storage(spec, fmt, by, flash=laid.flash)
@@ -173,7 +173,9 @@ def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> li
         cells = _cells(cache, laid, stored, serving)
         if cache.reach and cells < laid.cells:
             times = f"{laid.slots} × " if laid.unified and laid.slots > 1 else ""
-            reasons.append(f"windows hold {times}{cache.reach:,} + {physical:,} tokens of a batch: {cells:,} cells")
+            reasons.append(
+                f"windows hold {times}{cache.reach:,} + {_room(serving, laid):,} tokens of a batch: {cells:,} cells"
+            )
     if stored.shift_bytes or stored.state_bytes:
         reasons.append(f"recurrent states are float32, one for each of {plural(laid.slots, 'slot')}")
     if stored.compressors and laid.slots > 1:
@@ -197,12 +199,17 @@ def _ubatch(serving: Serving, laid: _Plan) -> int:
     return min(serving.ubatch or 512, _batch(serving), laid.context)
 
 
+def _room(serving: Serving, laid: _Plan) -> int:
+    """Tokens of a batch for which windows have room."""
+    return min(_batch(serving), laid.context) if laid.rules.whole_batch else _ubatch(serving, laid)
+
+
 def _cells(cache: Cache, laid: _Plan, stored: Storage, serving: Serving) -> int:
     """Cells of one stream."""
     if not cache.reach or serving.swa_full:
         cells = laid.hybrid_cells if stored.shift_bytes or stored.state_bytes else laid.cells
         return cells if cache.ratio == 1 else _pad(max(1, -(-cells // cache.ratio)), 256)
-    needed = cache.reach * (laid.slots if laid.unified else 1) + _ubatch(serving, laid)
+    needed = cache.reach * (laid.slots if laid.unified else 1) + _room(serving, laid)
     return min(laid.cells, _pad(needed, laid.pad))
 
 
