@@ -30,14 +30,17 @@ _kvctl() {
             ;;
         size)
             case $prev,$cur in
-                -c,*|--ctx,*|-n,*|--sequences,*|--kv-budget,*|-tp,*|--tensor-parallel-size,*|--block-size,*|--max-num-batched-tokens,*|-np,*|--parallel,*|-ub,*|--ubatch-size,*|-fa,*|--flash-attn,*|--encoder-tokens,*|--image-tokens,*|--audio-tokens,*|--beams,*|--set,*|--layers,*|--kv-heads,*|--head-dim,*|--revision,*) words="" ;;
+                -c,*|--context-length,*|--ctx,*|--ctx-size,*|--max-model-len,*|-n,*|--sequences,*|--engine-args,*|--kv-budget,*|--kv-cache-memory-bytes,*|-tp,*|--tensor-parallel-size,*|-pp,*|--pipeline-parallel-size,*|-dp,*|--data-parallel-size,*|-dcp,*|--decode-context-parallel-size,*|-pcp,*|--prefill-context-parallel-size,*|--block-size,*|--num-gpu-blocks-override,*|--max-num-batched-tokens,*|--max-num-seqs,*|--gpu-memory-utilization,*|--kv-offloading-size,*|-sc,*|--speculative-config,*|-np,*|--parallel,*|-ub,*|--ubatch-size,*|--encoder-tokens,*|--image-tokens,*|--audio-tokens,*|--beams,*|--set,*|--layers,*|--kv-heads,*|--head-dim,*|--revision,*) words="" ;;
                 --dtype,*) words="auto fp32 bf16 fp16" ;;
                 --kv-cache-dtype,*|--kv-dtype,*|-ctk,*|--cache-type-k,*|--k-dtype,*|-ctv,*|--cache-type-v,*|--v-dtype,*) words="auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl" ;;
                 --engine,*) words="ideal transformers vllm llama.cpp all" ;;
                 --device,*) words="gpu cpu" ;;
+                --mamba-cache-mode,*) words="none align all" ;;
+                --gdn-prefill-backend,*) words="triton flashinfer cutedsl" ;;
+                -fa,*|--flash-attn,*) words="auto on off" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="-c --ctx -n --sequences --dtype --kv-cache-dtype --kv-dtype -ctk --cache-type-k --k-dtype -ctv --cache-type-v --v-dtype --engine --kv-budget -tp --tensor-parallel-size --block-size --max-num-batched-tokens --enable-prefix-caching --no-enable-prefix-caching --disable-hybrid-kv-cache-manager -np --parallel --kv-unified --no-kv-unified -ub --ubatch-size --swa-full -fa --flash-attn --device --encoder-tokens --image-tokens --audio-tokens --beams --set --layers --kv-heads --head-dim --source --revision -e --explain --per-layer -f --format --json -q --quiet --list-models -h --help" ;;
+                *,-*) words="-c --context-length --ctx --ctx-size --max-model-len -n --sequences --dtype --kv-cache-dtype --kv-dtype -ctk --cache-type-k --k-dtype -ctv --cache-type-v --v-dtype --engine --engine-args --kv-budget --kv-cache-memory-bytes --device -tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size -dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size --block-size --num-gpu-blocks-override --max-num-batched-tokens --max-num-seqs --gpu-memory-utilization --kv-offloading-size --async-scheduling --no-async-scheduling --enable-prefix-caching --no-enable-prefix-caching --mamba-cache-mode --gdn-prefill-backend --disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager -sc --speculative-config -np --parallel -kvu -no-kvu --kv-unified --no-kv-unified -ub --ubatch-size --swa-full -fa --flash-attn --encoder-tokens --image-tokens --audio-tokens --beams --set --layers --kv-heads --head-dim --source --revision -e --explain --per-layer -f --format --json -q --quiet --list-models -h --help" ;;
                 *) ask="kvctl size" files=yes ;;
             esac
             ;;

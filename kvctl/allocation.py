@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvctl.record import Record
@@ -15,6 +16,26 @@ class Serving(Record):
     kv_budget: int | None = None
     """Bytes for the cache on each rank."""
     tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    data_parallel: int | None = None
+    decode_context_parallel: int | None = None
+    prefill_context_parallel: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of every pipeline stage, where they are not divided evenly."""
+    num_blocks: int | None = None
+    """Blocks of the pool, whatever the budget."""
+    speculative: Mapping[str, Any] | None = None
+    """--speculative-config."""
+    draft: Any = None
+    """The ModelSpec of the draft model that it names."""
+    max_sequences: int | None = None
+    utilization: float | None = None
+    """Share of a GPU's memory that the engine may take."""
+    offload: int | None = None
+    """Bytes of host memory for blocks that leave the GPU, over all ranks."""
+    async_scheduling: bool | None = None
+    mamba_cache_mode: str | None = None
+    gdn_prefill_backend: str | None = None
     block_size: int | None = None
     max_batched: int | None = None
     prefix_caching: bool | None = None

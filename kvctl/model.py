@@ -77,8 +77,11 @@ def _language_model_path(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Everything that can be said about a model before a workload is known."""
+def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, checked: bool = True) -> ModelSpec:
+    """Everything that can be said about a model before a workload is known.
+
+    `checked`: a what-if that no rule reads is an error.
+    """
     config, paths = apply_overrides(found.config, overrides) if overrides else (found.config, {})
     root = Fields(config)
     try:
@@ -106,6 +109,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
         attention_heads=_attention_heads(text),
+        prediction_modules=_count(text, _MODULES) or _count(root, _MODULES),
+        scan_chunk=_count(text, ("mamba_chunk_size", "chunk_size")),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -116,7 +121,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         default_encoder=_default_encoder(text) if cross else None,
         cross_input=_cross_input(root, text) if cross else "",
     )
-    _check_effect(root, text, paths)
+    if checked:
+        _check_effect(root, text, paths)
     return spec
 
 
@@ -188,10 +194,21 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
     return seen
 
 
+_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+
+
 def _attention_heads(text: Fields) -> int | None:
     """Query heads that the file names, where it is one number for all layers."""
-    value = text.raw.get("num_attention_heads", text.raw.get(text.stored_name("num_attention_heads")))
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return _count(text, ("num_attention_heads", text.stored_name("num_attention_heads")))
+
+
+def _count(fields: Fields, names: Sequence[str]) -> int | None:
+    """The first of these that the file gives a positive whole number."""
+    for name in names:
+        value = fields.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+            return value
+    return None
 
 
 def _kv_format(root: Fields, text: Fields) -> str | None:

@@ -24,6 +24,8 @@ class SizePlan(Record):
 
     engine: Engine
     contexts: tuple[int, ...] | None = None
+    own_maximum: bool = False
+    """Without contexts: the model's own maximum, and no ladder up to it."""
     sequences: int = 1
     beams: int = 1
     dtype: DType | None = None
@@ -35,6 +37,8 @@ class SizePlan(Record):
     per_layer: bool = False
     explain: bool = False
     serving: Serving = Serving()
+    notes: tuple[str, ...] = ()
+    """What to say beside the answer."""
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -42,6 +46,10 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
     if plan.contexts is not None:
         return plan.contexts
     limit = spec.max_context
+    if plan.own_maximum:
+        if limit is None:
+            raise ConfigError(f"{spec.id} names no maximum length", hint="name one with --ctx")
+        return (limit,)
     if limit is None:
         return DEFAULT_CONTEXTS
     return (*(ctx for ctx in DEFAULT_CONTEXTS if ctx < limit), limit)
@@ -49,7 +57,7 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
-    warnings: list[str] = []
+    warnings = list(plan.notes)
     if plan.engine.plans and plan.beams > 1:
         raise UsageError(f"{plan.engine.name} reserves by request, not by beam", hint="--sequences, without --beams")
     if plan.engine.plans and (plan.image_tokens or plan.audio_tokens):
@@ -96,6 +104,9 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
     if allocation is not None:
         warnings += allocation.warnings
+        if plan.serving.utilization is not None and allocation.kv_budget_bytes is None:
+            warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
+                            "activations do not take; --kv-budget says how much that is")  # fmt: skip
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
     growth: Rational = 0

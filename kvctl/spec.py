@@ -337,6 +337,10 @@ class ModelSpec(Record):
     takes_media: bool = True
     default_encoder: int | None = None
     """Encoder positions of a full input (audio, image), where the config names them."""
+    prediction_modules: int | None = None
+    """Modules for multi-token prediction that the config names; they are no layers of the model itself."""
+    scan_chunk: int | None = None
+    """Tokens that a recurrent layer's kernel scans at once, where the config names it."""
     attention_heads: int | None = None
     """Query heads, where the config names them."""
     kv_format: str | None = None

@@ -52,8 +52,6 @@ class Engine(Record):
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
-    options: tuple[str, ...] = ()
-    """Options of its start that kvctl understands."""
 
     @property
     def planner(self) -> Planner:
@@ -106,11 +104,7 @@ VLLM = Engine(
     plans=True,
     auto_fp32=False,
     follows_checkpoint=True,
-    options=(
-        "--device", "--kv-budget", "--tensor-parallel-size", "--block-size", "--max-num-batched-tokens",
-        "--enable-prefix-caching", "--disable-hybrid-kv-cache-manager",
-    ),
-)  # fmt: skip
+)
 
 LLAMA_CPP = Engine(
     name="llama.cpp",
@@ -121,7 +115,6 @@ LLAMA_CPP = Engine(
     summary="the cells that llama.cpp allocates, as its load log prints them",
     plans=True,
     cache_format=plain(FP16).replace(name="f16"),
-    options=("--kv-budget", "--parallel", "--kv-unified", "--ubatch-size", "--swa-full", "--flash-attn"),
 )
 
 ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP)
