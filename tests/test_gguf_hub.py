@@ -211,9 +211,29 @@ def test_cut_files_end_in_one_line(kvctl: Run, hub: FakeHub, tmp_path: Path, len
 
 
 def test_offline_and_other_sources(kvctl: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--source cache has no GGUF files" in kvctl("size", "org/m:Q4_0", "--source", "cache").err
+    assert "--source catalogue has no GGUF files" in kvctl("size", "org/m:Q4_0", "--source", "catalogue").err
+    assert "no such GGUF file in the Hub cache" in kvctl("size", "org/m:Q4_0", "--source", "cache").err
     assert "is an address" in kvctl("size", "https://example.org/a/b/resolve/main/x.gguf").err
     assert not hub.requests
     files: dict[str, Any] = {"m.gguf": b"GGUF" + json.dumps({}).encode()}
     hub.add("org/m", files=files)
     assert "too short" in kvctl("size", "org/m").err
+
+
+def test_files_in_the_hub_cache_are_read_there(kvctl: Run, hub: FakeHub, tmp_path: Path) -> None:
+    folder = tmp_path / "hf" / "hub" / "models--org--m-GGUF"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    (snapshot / "sub").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    (snapshot / "m-Q4_K_M.gguf").write_bytes(model(tmp_path))
+    (snapshot / "sub" / "m-Q8_0.gguf").write_bytes(model(tmp_path))
+    for name in ("org/m-GGUF:Q4_K_M", "org/m-GGUF/sub/m-Q8_0.gguf", "org/m-GGUF:q8_0"):
+        outcome = kvctl("size", name, "--ctx", "100", "--json")
+        assert kv_bytes(outcome) == 100 * ROW
+        assert outcome.json["results"][0]["model"]["source"] == "cache"
+        assert kv_bytes(kvctl("size", name, "--ctx", "100", "--json", "--source", "cache", "--revision", "0" * 40))
+    assert not hub.requests
+    assert kvctl("size", "org/m-GGUF:Q5_0").code == 1
+    assert kvctl("size", "org/m-GGUF:Q4_K_M", "--revision", "../../..").code == 1
+    assert hub.requests

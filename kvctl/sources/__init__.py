@@ -116,8 +116,16 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
 
 
 def _hub_file(source: str | None, repo: str, revision: str | None, **which: str) -> Found:
-    if source in ("catalogue", "cache"):
-        raise UsageError(f"--source {source} has no GGUF files", hint="drop it, or give the path of a file")
+    """A GGUF file of a repository: from the Hub cache, else from the Hub."""
+    if source == "catalogue":
+        raise UsageError("--source catalogue has no GGUF files", hint="drop it, or give the path of a file")
     from kvctl.sources import gguf_hub
 
+    found = gguf_hub.cached(repo, revision, **which) if source != "hub" else None
+    if found is not None:
+        return found
+    if source == "cache":
+        raise SourceError(
+            f"{repo} has no such GGUF file in the Hub cache", hint=f"download it with: hf download {repo}"
+        )
     return gguf_hub.fetch(repo, revision, **which)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from urllib.parse import quote
 
 from kvctl.errors import KvctlError, SourceError
-from kvctl.sources import Found, gguf, jsonfile
+from kvctl.sources import Found, cache, gguf, jsonfile
 from kvctl.sources.hub import Answer, Hub, Unreachable, check, file_names
 from kvctl.spec import Provenance
 
@@ -22,6 +22,25 @@ _WORDS_SHOWN = 12
 # The part of a file's name that says how its weights are stored.
 _QUANTISATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+_\w+|I?Q\d+|TQ\d_\d|BF16|F16|F32|MXFP4(?:_\w+)?|NVFP4))(?=[-._/]|$)", re.I)  # fmt: skip
 _SPAN = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+def cached(
+    repo: str, revision: str | None, *, file: str | None = None, quantisation: str | None = None
+) -> Found | None:
+    """The same from the user's Hub cache, if the file is there and no other is meant as well."""
+    check(repo, revision)
+    folder = cache.snapshot(repo, revision)
+    if folder is None:
+        return None
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    if file is None:
+        wanted = [name for name, label in _models(names).items() if label.lower() == (quantisation or "").lower()]
+        file = wanted[0] if len(wanted) == 1 else None
+    if file not in names:
+        return None
+    where = jsonfile.plain(str(folder / file))
+    found = gguf.from_file(folder / file, where)
+    return found.replace(id=jsonfile.plain(f"{repo}/{file}"), provenance=Provenance("cache", where, folder.name))
 
 
 def fetch(repo: str, revision: str | None, *, file: str | None = None, quantisation: str | None = None) -> Found:
