@@ -197,6 +197,13 @@ def _kimi_linear(keys: Metadata, random: Random) -> Metadata:
     }  # fmt: skip
 
 
+def _kimi_k3(keys: Metadata, random: Random) -> Metadata:
+    return _kimi_linear(keys, random) | {
+        "attn_res.block_size": 2, "activation.situ_beta": 1.0, "activation.situ_linear_beta": 1.0,
+        "kda.gate_lower_bound": -5.0,
+    }  # fmt: skip
+
+
 def _bailingmoe3(keys: Metadata, random: Random) -> Metadata:
     return _kimi_linear(keys, random) | {
         "kda.safe_gate": True, "kda.gate_lower_bound": -5.0, "rope.dimension_sections": [8, 12, 12, 0],
@@ -305,6 +312,7 @@ _CHANGES: dict[str, Callable[[Metadata, Random], Metadata]] = {
     "minicpm3 plm": _expanded,
     "minimax-m3": _minimax_m3,
     "kimi-linear": _kimi_linear,
+    "kimi-k3": _kimi_k3,
     "bailingmoe3": _bailingmoe3,
     "deepseek4": _deepseek4,
     "qwen3next qwen35 qwen35moe": _gated_delta,

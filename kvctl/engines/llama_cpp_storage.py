@@ -48,11 +48,11 @@ IGNORES_WINDOWS = _types(
 """These store every token of windowed layers."""
 
 _LATENTS = _types(
-    "bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl_v2 glm4_moe_lite glm_moe_dsa kimi_k2 kimi_k25 "
+    "bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl_v2 glm4_moe_lite glm_moe_dsa kimi_k2 kimi_k25 kimi_k3 "
     "kimi_linear kimi_vl mistral4 sarvam_mla youtu"
 )
 _RECURRENT = _types(
-    "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm2_vl mamba mamba2 "
+    "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_k3 kimi_linear lfm2 lfm2_moe lfm2_vl mamba mamba2 "
     "minicpmv4_6 minimax_m1 minimax_text_01 nemotron_h qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next rwkv6"
 )
 _WITHOUT_ATTENTION = _types("falcon_mamba mamba mamba2 rwkv6")

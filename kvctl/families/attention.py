@@ -289,7 +289,7 @@ def per_layer_lists(f: Fields) -> Layers:
     layers = []
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{f.path}num_kv_heads holds {count!r}")
+            raise ConfigError(f"{f.path}num_kv_heads holds {str(count)[:40]!r}")
         layers.append(made.setdefault(count, Layer((FullAttention(count, dim, dim),))))
     return tuple(layers)
 

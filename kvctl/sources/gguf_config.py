@@ -215,7 +215,7 @@ ARCHITECTURES: dict[str, tuple[str, Reader]] = {
     **_same("minicpm3=gguf plm=gguf", states.expanded),
     **_same("deepseek32=deepseek_v32 glm-dsa=glm_moe_dsa", states.sparse_latent),
     "minimax-m3": ("minimax_m3", _minimax_m3),
-    "kimi-linear": ("kimi_linear", states.kimi_linear),
+    **_same("kimi-linear=kimi_linear kimi-k3=kimi_linear", states.kimi_linear),
     "bailingmoe3": ("bailing_hybrid", states.bailing_hybrid),
     "deepseek4": ("deepseek_v4", states.compressed),
     **_same("qwen3next=qwen3_next qwen35=qwen3_5_text qwen35moe=qwen3_5_moe_text", states.gated_delta),
