@@ -73,6 +73,12 @@ class Serving(Record):
     max_blocks_per_request: int | None = None
     """Width of the block table of the fast decode path; 0 turns that off."""
     async_batching: bool | None = None
+    batch: int | None = None
+    """Tokens of a logical batch; `ubatch` are those of a physical one."""
+    kv_on_host: bool = False
+    """Whether the cache stays in the host's memory."""
+    slot_limit: int | None = None
+    """Tokens that one slot takes at most, however many cells are free."""
 
 
 class _Row(Record):

@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 from conftest import DATA, Outcome, llama_cpp_options
 
+from kvctl.allocation import Allocation, Serving
+from kvctl.engines import llama_cpp
+from kvctl.formats import FP16
+from kvctl.model import build_spec
+from kvctl.sources import catalogue
+from kvctl.spec import Formats
+
 Run = Callable[..., Outcome]
 Json = dict[str, Any]
 
@@ -114,7 +121,7 @@ def test_a_budget_says_how_long_the_context_may_be(kvctl: Run) -> None:
         (("Qwen3-32B", "-fa", "maybe"), "unknown value"),
         (("Qwen3-32B", "--block-size", "16"), "no use for it"),
         (("whisper-large-v3",), "does not know how llama.cpp stores"),
-        (("DeepSeek-V4-Flash",), "does not know how llama.cpp stores"),
+        (("LongCat-Flash-Chat",), "does not know how llama.cpp stores"),
     ],
 )
 def test_what_is_not_understood_is_refused(kvctl: Run, arguments: tuple[str, ...], words: str) -> None:
@@ -165,3 +172,47 @@ def test_slots_of_their_own_each_have_the_models_maximum(kvctl: Run) -> None:
     assert "up to --ctx 163840" in outcome.out
     small = kvctl("size", "Qwen3-32B", "--ctx", "160k", "--engine", "llama.cpp", "-np", "1")
     assert "beyond the model" in small.err
+
+
+def plan(name: str, context: int, **serving: Any) -> Allocation:
+    """The allocation of a catalogue model, for options that the command line may not have yet."""
+    spec = build_spec(catalogue.find(CATALOGUE.get(name, name)))
+    f16 = llama_cpp.kv_dtype("f16", "-ctk")
+    return llama_cpp.plan(spec, context, 1, Formats(FP16, f16, f16), Serving(**serving), None)
+
+
+def test_a_cache_on_the_host_is_as_large() -> None:
+    there = plan("qwen3-8b", 4096, slots=1)
+    here = plan("qwen3-8b", 4096, slots=1, kv_on_host=True)
+    # 36 layers · 8 heads · 128 · 4 B · 4,096
+    assert here.reserved_bytes == there.reserved_bytes == 36 * 8 * 128 * 4 * 4096
+    assert (there.device, here.device) == ("gpu", "cpu")
+    assert "without KV offload the cache lies in the host's memory" in here.reasons
+
+
+def test_a_logical_batch_bounds_the_physical_one() -> None:
+    # gpt-oss: windows of 128 and a batch of 256 are 384 tokens, 512 cells; 18 layers of 8 heads of 64, 2,048 B a cell
+    small = plan("gpt-oss-120b", 8192, slots=1, batch=256, ubatch=1024)
+    assert small.reserved_bytes == 18 * 2048 * (8192 + 512)
+    assert any("logical one of 256 tokens" in reason for reason in small.reasons)
+
+
+def test_a_slot_may_be_limited() -> None:
+    limited = plan("qwen3-8b", 32768, slots=4, unified=True, slot_limit=8192)
+    assert limited.longest_sequence == 8192
+    assert limited.reserved_bytes == plan("qwen3-8b", 32768, slots=4, unified=True).reserved_bytes
+    assert "no slot takes more than 8,192 tokens" in limited.reasons
+
+
+def test_without_slots_named_the_cache_is_unified_whatever_is_asked() -> None:
+    assert plan("qwen3-8b", 4096, unified=False).log == plan("qwen3-8b", 4096).log
+    assert "4/1 seqs" in plan("qwen3-8b", 4096).log[0]
+
+
+def test_deepseek_v4_has_a_stream_for_every_slot() -> None:
+    # 43 layers of 512 elements: windows of 128 + 512 tokens; entries every 4 and 128 tokens in 21 and 20 layers;
+    # 21 indexer keys of 128; compressors of 8 · 1,024, 128 · 512 and 8 · 256 values and scores in float32
+    cells = 43 * 768 * 512 * 2 + 21 * 8192 * 512 * 2 + 20 * 256 * 512 * 2 + 21 * 8192 * 128 * 2
+    states = (21 * 8 * 1024 + 20 * 128 * 512 + 21 * 8 * 256) * 2 * 4
+    assert plan("DeepSeek-V4-Flash", 32768, slots=1).reserved_bytes == cells + states
+    assert plan("DeepSeek-V4-Flash", 32768).reserved_bytes == 4 * (cells + states)

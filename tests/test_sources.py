@@ -750,7 +750,7 @@ def test_config_of_200_mb(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"m.Q4_K_M.gguf": 5, "README.md": 5}, "org/new has GGUF files (m.Q4_K_M.gguf) and no config.json"),
+        ({"a.Q4_K_M.gguf": 5, "b.Q8_0.gguf": 5}, "org/new has 2 GGUF models"),
         ({"params.json": 5, "consolidated.safetensors": 5}, "org/new has only params.json"),
         ({"model_index.json": 5, "vae/config.json": 5}, "org/new is a diffusers pipeline"),
         ({"adapter_config.json": 5}, "org/new is an adapter, not a model"),

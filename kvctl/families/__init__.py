@@ -108,6 +108,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("attention:gemma4", _types(
         "gemma4_text gemma4_unified_text diffusion_gemma_text embedding_gemma2_text")),
     Family("attention:per_layer_lists", _types("openelm")),
+    Family("attention:uneven", _types("gguf")),
     Family("other:gemma4_assistant", _types("gemma4_assistant gemma4_unified_assistant")),
     Family("other:block_configs", _types("nemotron-nas deci")),
     Family("other:chatglm", _types("chatglm")),

@@ -7,10 +7,12 @@ from kvctl.families import patterns as p
 from kvctl.families.build import (
     NONE,
     Layers,
+    Maker,
     attention_makers,
     build,
     derived_head_dim,
     grouped,
+    head_dim,
     kv_heads,
     repeat,
     window,
@@ -287,6 +289,17 @@ def per_layer_lists(f: Fields) -> Layers:
     layers = []
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{f.path}num_kv_heads holds {count!r}")
+            raise ConfigError(f"{f.path}num_kv_heads holds {str(count)[:40]!r}")
         layers.append(made.setdefault(count, Layer((FullAttention(count, dim, dim),))))
     return tuple(layers)
+
+
+def uneven(f: Fields) -> Layers:
+    """What a GGUF file says where no class is laid out alike: widths of keys and values apart, windows as listed."""
+    key = head_dim(f)
+    value = f.optional_number("v_head_dim") or key
+    makers: dict[str, Maker] = {
+        p.FULL: lambda f: Layer((FullAttention(kv_heads(f), key, value),)),
+        p.SLIDING: lambda f: Layer((SlidingWindow(kv_heads(f), key, value, window=window(f)),)),
+    }
+    return build(f, p.layer_kinds(f, p.all_of(p.FULL)), makers)

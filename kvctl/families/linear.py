@@ -29,7 +29,7 @@ def named_dtype(f: Fields, name: str, default: DType | None) -> DType | None:
         return default
     dtype = model_dtype(value) if isinstance(value, str) else None
     if dtype is None:
-        raise ConfigError(f"{f.path}{name} is {value!r}, not a known dtype")
+        raise ConfigError(f"{f.path}{name} is {str(value)[:40]!r}, not a known dtype")
     return dtype
 
 
@@ -362,7 +362,7 @@ def xlstm(f: Fields) -> Layers:
     for name in ("qk_dim_factor", "v_dim_factor"):
         factor = f.get(name)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1024:
-            raise ConfigError(f"{f.path}{name} is {factor!r}, not a factor")
+            raise ConfigError(f"{f.path}{name} is {str(factor)[:40]!r}, not a factor")
         factors.append(factor)
     key, value = (_round_up(hidden * factor, 64) // heads for factor in factors)
     elements = (heads * key * value, heads * key, heads)

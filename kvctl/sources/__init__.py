@@ -31,8 +31,11 @@ class Found(Record):
 
 # What people paste: a model's page, or a file or folder of it.
 _PAGE = re.compile(
-    r"(?:hf://(?:models/)?|https?://([^/]+)/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[/?#].*)?"
+    r"(?:hf://(?:models/)?|https?://([^/]+)/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:/([^?#]*))?(?:[?#].*)?"
 )
+# A GGUF file on the Hub: by its path in a repository, or by its quantisation as llama.cpp's -hf has it.
+_FILE_OF = re.compile(r"([\w][\w.-]*/[\w.-]+)/(.+\.gguf)", re.ASCII)
+_QUANTISED = re.compile(r"([\w][\w.-]*/[\w.-]+):([\w.-]+)", re.ASCII)
 
 
 def looks_like_path(name: str) -> bool:
@@ -44,8 +47,8 @@ def looks_like_path(name: str) -> bool:
     )
 
 
-def _from_address(address: str) -> tuple[str, str | None]:
-    """Repository and revision of a Hub page; other addresses are not fetched."""
+def _from_address(address: str) -> tuple[str, str | None, str | None]:
+    """Repository, revision and GGUF file of a Hub page; other addresses are not fetched."""
     page = _PAGE.fullmatch(address)
     hosts = {
         None,
@@ -59,7 +62,10 @@ def _from_address(address: str) -> tuple[str, str | None]:
             f"{address[:200]} is an address, and kvctl reads files and Hub names",
             hint="name the repository (org/name), or pipe the file: curl -L ADDRESS | kvctl size -",
         )
-    return page[2], page[3]
+    from urllib.parse import unquote
+
+    path = unquote(page[4] or "")
+    return page[2], page[3] and unquote(page[3]), path if path.endswith(".gguf") else None
 
 
 def resolve(name: str, *, source: str | None = None, revision: str | None = None) -> Found:
@@ -71,8 +77,15 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
 
         return local.from_stdin()
     if "://" in name:
-        name, of_page = _from_address(name)
+        name, of_page, file = _from_address(name)
         revision = revision or of_page
+        if file is not None:
+            return _hub_file(source, name, revision, file=file)
+    elif not os.path.exists(name):
+        if file_of := _FILE_OF.fullmatch(name):
+            return _hub_file(source, file_of[1], revision, file=file_of[2])
+        if quantised := _QUANTISED.fullmatch(name):
+            return _hub_file(source, quantised[1], revision, quantisation=quantised[2])
     if source is None and (looks_like_path(name) or os.path.exists(name)):
         from kvctl.sources import local
 
@@ -100,3 +113,19 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
     from kvctl.sources import hub
 
     return hub.fetch(repo, revision=revision, forced=source == "hub")
+
+
+def _hub_file(source: str | None, repo: str, revision: str | None, **which: str) -> Found:
+    """A GGUF file of a repository: from the Hub cache, else from the Hub."""
+    if source == "catalogue":
+        raise UsageError("--source catalogue has no GGUF files", hint="drop it, or give the path of a file")
+    from kvctl.sources import gguf_hub
+
+    found = gguf_hub.cached(repo, revision, **which) if source != "hub" else None
+    if found is not None:
+        return found
+    if source == "cache":
+        raise SourceError(
+            f"{repo} has no such GGUF file in the Hub cache", hint=f"download it with: hf download {repo}"
+        )
+    return gguf_hub.fetch(repo, revision, **which)

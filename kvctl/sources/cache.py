@@ -51,6 +51,18 @@ def find(repo: str, revision: str | None = None) -> Found | None:
     return _snapshot(repo, Path(path).parent) if isinstance(path, str) else None
 
 
+def snapshot(repo: str, revision: str | None = None) -> Path | None:
+    """The folder with what is cached of a repository at a branch, a tag or a commit."""
+    folder = Path(_folder(repo))
+    revision = revision or "main"
+    try:
+        ref = folder / "refs" / revision
+        found = folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+        return found if found.is_dir() and found.parent == folder / "snapshots" else None
+    except (OSError, ValueError):
+        return None
+
+
 def newest(repo: str) -> Found | None:
     """The snapshot that was cached last, whatever its revision."""
     commits = [path for path in _snapshots(repo) if (path / _CONFIG).is_file()]

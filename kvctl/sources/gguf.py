@@ -1,7 +1,8 @@
 """GGUF files: the header alone, and a configuration in the words of config.json.
 
 Format: ggml docs/gguf.md, versions 2 and 3. Nothing of the tensors' data is read; every count
-and length of the file is checked against the file's size before it is believed.
+and length of the file is checked against the file's size before it is believed. Files here are
+mapped; those on the Hub (`gguf_hub`) come in ranges, and one reader reads both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import stat
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvctl.errors import ConfigError, KvctlError, SourceError
 from kvctl.record import Record
@@ -64,38 +65,42 @@ def from_file(path: Path, where: str) -> Found:
     if first != path and not first.exists():
         raise SourceError(f"{where} is one part of several, and the first is not beside it",
                           hint=f"the metadata is in {jsonfile.plain(first.name)}")  # fmt: skip
-    header = read_header(first, jsonfile.plain(str(first)))
-    total, elements, missing, cut = header.bytes, header.elements, 0, header.cut
-    for other in others:
-        if not other.is_file():
-            missing += 1
-            continue
-        part = read_header(other, jsonfile.plain(str(other)))
-        total, elements, cut = total + part.bytes, elements + part.elements, cut or part.cut
+    headers = [read_header(first, jsonfile.plain(str(first)))]
+    headers += [read_header(other, jsonfile.plain(str(other))) for other in others if other.is_file()]
+    return found(headers, len(others) + 1, jsonfile.plain(path.name), where, Provenance("local", where))
+
+
+def found(headers: list[Header], parts: int, name: str, where: str, provenance: Provenance) -> Found:
+    """The model of a file's headers, one for each part that is there, the first first."""
+    total, elements = sum(part.bytes for part in headers), sum(part.elements for part in headers)
     notes: tuple[str, ...] = ()
     weights: Weights | None = Weights(total, elements, "the tensors of the GGUF file")
+    missing = parts - len(headers)
     if missing:
         weights = None
-        notes = (f"weights unknown: {missing} of {len(others) + 1} parts are not here",)
+        notes = (f"weights unknown: {missing} of {parts} parts are not here",)
     elif not total:
         weights, notes = None, ("weights unknown: the file has no tensors",)
-    elif cut:
+    elif any(part.cut for part in headers):
         notes = ("the file is cut short: its tensors' data is not all there; weights are those that its header lists",)
     from kvctl.sources.gguf_config import to_config
 
-    return Found(
-        jsonfile.plain(path.name), to_config(header.metadata, where), Provenance("local", where), weights, notes
-    )
+    return Found(name, to_config(headers[0].metadata, where), provenance, weights, notes)
 
 
 def _parts(path: Path) -> tuple[Path, list[Path]]:
     """The part with the metadata, and the others."""
-    split = _SPLIT.fullmatch(path.name)
+    first, *others = (path.with_name(name) for name in parts_of(path.name))
+    return first, others
+
+
+def parts_of(name: str) -> list[str]:
+    """The names of all parts of a split file, in order; of any other, its own."""
+    split = _SPLIT.fullmatch(name)
     count = int(split["count"]) if split else 1
     if split is None or not 1 <= int(split["number"]) <= count <= 10_000:
-        return path, []
-    names = [path.with_name(f"{split['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-    return names[0], names[1:]
+        return [name]
+    return [f"{split['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
 
 
 def read_header(path: Path, where: str) -> Header:
@@ -108,7 +113,7 @@ def read_header(path: Path, where: str) -> Header:
             if size < 24:
                 raise _broken(where, "is too short for a GGUF header") if file.read(4) == _MAGIC else _no_gguf(where)
             with mmap.mmap(file.fileno(), min(size, _LONGEST_HEADER), access=mmap.ACCESS_READ) as data:
-                return _Reader(data, min(size, _LONGEST_HEADER), size, where).header()
+                return parse_header(_Mapped(data), size, where)
     except OSError as error:
         if error.errno == errno.ENODEV:
             raise _no_gguf(where) from None
@@ -127,15 +132,56 @@ def _broken(where: str, what: str) -> ConfigError:
     return ConfigError(f"{where} {what}", hint="the download may be incomplete: fetch it again")
 
 
-class _Reader:
-    """A place in a mapped file."""
+class Start(Protocol):
+    """The start of a file, as far as it is there."""
 
-    def __init__(self, data: mmap.mmap, size: int, whole: int, where: str) -> None:
-        self.data, self.size, self.whole, self.where = data, size, whole, where
-        self.at = 0
+    longest: int
+    """Bytes that there can be of it at most."""
+
+    @property
+    def data(self) -> mmap.mmap | bytearray:
+        """Those bytes."""
+
+    def reach(self, end: int) -> int:
+        """Has at least the first `end` bytes at hand (no more than `longest`); how many those are now."""
+
+
+class _Mapped:
+    """A file in memory, all of it from the beginning."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.longest = len(data)
+
+    def reach(self, end: int) -> int:
+        return self.longest
+
+
+def parse_header(start: Start, whole: int, where: str) -> Header:
+    """What a file of `whole` bytes says before its data begins."""
+    if whole < 24:
+        start.reach(min(whole, 4))
+        raise _broken(where, "is too short for a GGUF header") if start.data[:4] == _MAGIC else _no_gguf(where)
+    return _Reader(start, whole, where).header()
+
+
+class _Reader:
+    """A place in the start of a file; `held` bytes of it are at hand, `size` there are at most."""
+
+    def __init__(self, start: Start, whole: int, where: str) -> None:
+        self.start, self.size, self.whole, self.where = start, start.longest, whole, where
+        self.at = self.held = 0
+
+    def reach(self, end: int) -> None:
+        """Has the bytes before `end` at hand."""
+        if end > self.size:
+            raise _broken(self.where, "ends in the middle of its header")
+        if end > self.held:
+            self.held = self.start.reach(end)
 
     def header(self) -> Header:
-        if self.data[:4] != _MAGIC:
+        self.reach(24)
+        if self.start.data[:4] != _MAGIC:
             raise _no_gguf(self.where)
         self.at = 4
         version = self.number("<I")
@@ -188,9 +234,9 @@ class _Reader:
 
     def number(self, form: str) -> Any:
         end = self.at + struct.calcsize(form)
-        if end > self.size:
-            raise _broken(self.where, "ends in the middle of its header")
-        (value,) = struct.unpack_from(form, self.data, self.at)
+        if end > self.held:
+            self.reach(end)
+        (value,) = struct.unpack_from(form, self.start.data, self.at)
         self.at = end
         return value
 
@@ -199,7 +245,11 @@ class _Reader:
         if length > longest or self.at + length > self.size:
             raise _broken(self.where, f"has a text of {length:,} bytes, more than can be in it")
         start, self.at = self.at, self.at + length
-        return self.data[start : min(self.at, start + _LONGEST_NAME)].decode("utf-8", "replace") if keep else ""
+        if not keep:
+            return ""
+        end = min(self.at, start + _LONGEST_NAME)
+        self.reach(end)
+        return self.start.data[start:end].decode("utf-8", "replace")
 
     def value(self, kind: int, *, keep: bool) -> Any:
         if kind in _SCALARS:
@@ -220,7 +270,8 @@ class _Reader:
             start, self.at = self.at, self.at + count * width
             if not keep or count > _KEPT_ARRAY:
                 return None
-            return list(struct.unpack_from(f"<{count}{_SCALARS[kind][1]}", self.data, start))
+            self.reach(self.at)
+            return list(struct.unpack_from(f"<{count}{_SCALARS[kind][1]}", self.start.data, start))
         if kind != _STRING or count > min(_LONGEST_ARRAY, (self.size - self.at) // 8):
             what = f"{count:,} entries, more than can be in it" if kind == _STRING else f"lists of type {kind}"
             raise _broken(self.where, f"has a list of {what}")
@@ -230,13 +281,14 @@ class _Reader:
         if keep:
             return [self.text(self.size) for _ in range(count)]
         # Over them quickly: vocabularies have hundreds of thousands.
-        data, size, at = self.data, self.size, self.at
+        at, held, data = self.at, self.held, self.start.data
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if at + 8 > size:
-                raise _broken(self.where, "ends in the middle of its header")
+            if at + 8 > held:
+                self.reach(at + 8)
+                held = self.held
             at += 8 + unpack(data, at)[0]
-            if at > size:
+            if at > self.size:
                 raise _broken(self.where, "ends in the middle of its header")
         self.at = at
         return None
