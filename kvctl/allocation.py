@@ -15,6 +15,9 @@ class Serving(Record):
     kv_budget: int | None = None
     """Bytes for the cache on each rank."""
     tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    expert_parallel: bool = False
+    """Whether experts lie whole on the ranks, each on one."""
     block_size: int | None = None
     max_batched: int | None = None
     prefix_caching: bool | None = None

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from kvctl.reports import LayerRow, SizeReport, SizeResult
+from kvctl.reports import LayerRow, SizeReport, SizeResult, WeightsInfo
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
     copies_words,
@@ -195,12 +195,17 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
             ("fixed part", format_bytes(result.kv_bytes_fixed), f"{result.kv_bytes_fixed:,} bytes that do not grow")
         )
     count = f"{format_count(result.weights_parameters)} parameters, " if result.weights_parameters else ""
+    origin = result.weights.source if result.weights else "not in the source"
+    if result.weights and result.weights.scheme:
+        origin += f"; {result.weights.scheme}"
     if result.weights_bytes is not None:
-        rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{result.weights_source}"))
+        rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{origin}"))
         if result.allocation is None:
             rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
     elif result.model.source != "shape":
-        rows.append(("weights", "unknown", f"{count}{result.weights_source or 'not in the source'}"))
+        rows.append(("weights", "unknown", f"{count}{origin}"))
+    if result.weights and result.weights.per_rank:
+        rows.append(_rank_weights(result.weights))
     if result.kv_bytes and result.encoder_tokens:
         rows.append(("encoder", "", f"cross attention holds {result.encoder_tokens:,} positions"))
     scheme = scheme_words(result)
@@ -212,6 +217,14 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     rows.append(("engine", "", engine_words(result) + _ENGINE_WORDS.get(result.engine, "")))
     rows.append(("source", "", f"{result.model.source}: {result.model.location}{revision}"))
     return rows
+
+
+def _rank_weights(weights: WeightsInfo) -> tuple[str, str, str]:
+    """What lies on each rank, or on the fullest where they differ."""
+    sizes = weights.per_rank or ()
+    most = max(sizes)
+    each = f"on each of {len(sizes)} ranks" if len(set(sizes)) == 1 else f"on the fullest of {len(sizes)} ranks"
+    return "", format_bytes(most), f"{most:,} bytes of weights {each}, by the rules of {weights.rules}"
 
 
 def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.allocation import Serving
@@ -10,7 +10,7 @@ from kvctl.engines import Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
 from kvctl.record import Record
-from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
+from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, WeightsInfo
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class SizePlan(Record):
     per_layer: bool = False
     explain: bool = False
     serving: Serving = Serving()
+    weights_dtype: str | None = None
+    """What if the weights were stored in this format (a name of kvctl.weight_formats)."""
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -96,6 +98,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
     if allocation is not None:
         warnings += allocation.warnings
+    weights = _weights(spec, plan, dtype, warnings)
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
     growth: Rational = 0
@@ -150,14 +153,36 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         kv_bytes_fixed=total - growing,
         layers=tuple(StateRow(kind, n, tokens, b) for (kind, tokens), (n, b) in totals.items()),
         per_layer=_per_layer(spec.layers, rows_of) if plan.per_layer else None,
-        weights_bytes=spec.weights.bytes if spec.weights else None,
-        weights_parameters=spec.weights.parameters if spec.weights else None,
-        weights_source=spec.weights.source if spec.weights else None,
+        weights=weights,
         naive_bytes=naive,
         formulas=tuple(formulas),
         warnings=tuple(warnings),
         allocation=allocation,
     )  # fmt: skip
+
+
+def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str]) -> WeightsInfo | None:
+    """The weights as they are stored; by rank and in another format where that is asked."""
+    serving = plan.serving
+    split = (serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel)
+    if plan.engine.name != "vllm":
+        split = (1, 1, False)  # how others cut them is not known
+    if plan.weights_dtype is None and split[:2] == (1, 1):
+        if spec.weights is None:
+            return None
+        return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
+    from kvctl import weigh
+
+    return weigh.weigh(spec, split, dtype, plan.weights_dtype, warnings)
+
+
+def _stored_in(spec: ModelSpec) -> str | None:
+    """What the weights are stored in: the quantiser's name for it, else the dtype."""
+    facts = spec.config.get("quantization_config")
+    if isinstance(facts, Mapping):
+        method = facts.get("quant_method")
+        return method if isinstance(method, str) else None
+    return spec.dtype.name if isinstance(spec.dtype, DType) else None
 
 
 def _per_layer(layers: Sequence[Layer], rows_of: dict[int, tuple[StateRow, ...]]) -> tuple[LayerRow, ...]:

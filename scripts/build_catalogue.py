@@ -59,6 +59,10 @@ NEEDED = {
     "qk_rope_head_dim", "no_rope_layers", "no_rope_layer_interval", "n_positions", "max_source_positions",
     "max_target_positions", "linear_conv_kernel_dim", "mamba_ssm_cache_dtype",
     "index_skip_topk_offset", "local_layer_ids", "full_attn_idxs",
+    # Beside the cache: what else there are parameters for.
+    "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias",
+    "bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "mlp_layer_types", "norm_position",
+    "use_conv_bias", "mamba_proj_bias", "mamba_conv_bias", "conv_bias", "mlp_only_layers", "moe_latent_size",
 }  # fmt: skip
 
 # Long names of sources, as the catalogue writes them.
@@ -76,7 +80,12 @@ SOURCES = (
 
 Config = dict[str, Any]
 # Of quantization_config: how the weights are packed, and the cache's format that the checkpoint has scales for.
-QUANTIZATION = ("quant_method", "quant_algo", "bits", "format", "kv_cache_scheme", "kv_cache_quant_algo")
+QUANTIZATION = (
+    "quant_method", "quant_algo", "bits", "format", "kv_cache_scheme", "kv_cache_quant_algo", "weight_block_size",
+    "activation_scheme", "group_size", "zero_point", "version", "desc_act", "dynamic", "modules_to_not_convert", "ignore",
+    "exclude_modules", "config_groups", "load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant",
+    "llm_int8_skip_modules",
+)  # fmt: skip
 
 
 class Fix(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -76,6 +77,8 @@ class FakeHub:
         """Send files through a second address of the Hub, as the real one does."""
         self.storage: FakeHub | None = None
         """Another server, of another origin, that files are fetched from."""
+        self.ranges = True
+        """Whether parts of files are answered; without it a range is answered with the whole file."""
         self.sent = 0
         """Bytes of bodies that were written."""
         self._server = _Server(("127.0.0.1", 0), _handler_of(self))
@@ -223,7 +226,19 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 return self.answer(302, b"", {**about, **linked, "Location": location})
             if hub.via_cache and not final:
                 return self.answer(307, b"", {**about, "Location": f"/api/resolve-cache/models/{name}/{commit}/{path}"})
-            return self.answer(200, data, about)
+            return self.part(data, about)
+
+        def part(self, data: bytes | int, about: dict[str, str]) -> None:
+            """The file, or the range of it that was asked for."""
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if hub.ranges else None
+            if asked is None:
+                return self.answer(200, data, about)
+            length = data if isinstance(data, int) else len(data)
+            start, end = int(asked[1]), min(int(asked[2]) + 1, length)
+            if start >= length:
+                return self.answer(416, b"", {**about, "Content-Range": f"bytes */{length}"})
+            about["Content-Range"] = f"bytes {start}-{end - 1}/{length}"
+            return self.answer(206, end - start if isinstance(data, int) else data[start:end], about)
 
         def error(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
             about = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}

@@ -39,15 +39,14 @@ _GIVE_FILE = "give its config.json: kvctl size ./config.json"
 
 def fetch(repo: str, revision: str | None = None, forced: bool = False) -> Found:
     """A repository's configuration; `forced`: the user asked for the Hub, although another source may know it."""
-    _check(repo, revision)
-    hub = _Hub(repo, revision, forced)
+    check(repo, revision)
+    hub = Hub(repo, revision, forced)
     try:
-        answer = hub.get(hub.config_url())
-        if answer.status in _BUSY:
-            time.sleep(_PAUSE)
-            answer = hub.get(hub.config_url())
-    except _Unreachable as down:
+        answer = hub.patiently(hub.file_url(local.CONFIG))
+    except Unreachable as down:
         return _stand_in(repo, revision, str(down))
+    if answer.headers.get("X-Error-Code") == "EntryNotFound":
+        raise hub.no_config(answer)
     if answer.status != 200:
         hub.refused(answer)
     where = f"the config.json of {repo} on the Hub"
@@ -69,12 +68,12 @@ def fetch(repo: str, revision: str | None = None, forced: bool = False) -> Found
     return Found(name, config, Provenance("hub", location, answer.commit), weights, tuple(notes))
 
 
-class _Unreachable(Exception):
+class Unreachable(Exception):
     """No Hub answers: offline mode or no connection. The text says which."""
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -83,7 +82,7 @@ class _Answer:
     """The name under which the repository answered."""
 
 
-class _Hub:
+class Hub:
     """One repository on the Hub, asked with the client library's settings."""
 
     def __init__(self, repo: str, revision: str | None, forced: bool) -> None:
@@ -95,32 +94,44 @@ class _Hub:
         self._token: str | None = None if settings.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._client.get_token()
         self._timeout = _timeout(settings)
 
-    def config_url(self) -> str:
-        url: str = self._client.hf_hub_url(self.repo, local.CONFIG, revision=self.revision)
+    def file_url(self, name: str, revision: str | None = None) -> str:
+        url: str = self._client.hf_hub_url(self.repo, name, revision=revision or self.revision)
         return url
+
+    def patiently(self, url: str, span: range | None = None) -> Answer:
+        """One answer, asked for a second time where the Hub is busy."""
+        answer = self.get(url, span)
+        if answer.status in _BUSY:
+            time.sleep(_PAUSE)
+            answer = self.get(url, span)
+        return answer
 
     def page(self, repo: str) -> str:
         """The repository's address, without the credentials that an endpoint may hold."""
         parts = urlsplit(self._endpoint)
-        return jsonfile.plain(f"{parts.scheme}://{self._host()}{parts.path}/{repo}")
+        return jsonfile.plain(f"{parts.scheme}://{self.host()}{parts.path}/{repo}")
 
-    def get(self, url: str) -> _Answer:
-        """One answer, read within the time-out and the length of a configuration."""
+    def get(self, url: str, span: range | None = None) -> Answer:
+        """One answer, read within the time-out and the length of a configuration, or of the bytes in `span`."""
         import httpx2
 
         headers = {"user-agent": f"kvctl/{__version__}", "accept-encoding": "identity"}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
+        if span is not None:
+            headers["range"] = f"bytes={span.start}-{span.stop - 1}"
+        wanted = 200 if span is None else 206
         end = time.monotonic() + self._timeout
         try:
             with self._client.utils.get_session().stream(
                 "GET", url, headers=headers, timeout=self._timeout, follow_redirects=True
             ) as response:
-                body = b"".join(self._read(response.iter_bytes(), end)) if response.status_code == 200 else b""
+                most = jsonfile.LIMIT if span is None else len(span)
+                body = b"".join(self._read(response.iter_bytes(), end, most)) if response.status_code == wanted else b""
                 steps = [*response.history, response]
                 commits = [step.headers.get("X-Repo-Commit", "") for step in steps]
                 names = [self._repo_in(str(step.request.url)) for step in steps]
-                return _Answer(
+                return Answer(
                     response.status_code,
                     response.headers,
                     body,
@@ -129,16 +140,16 @@ class _Hub:
                 )
         # None of the causes is shown or chained: their texts can hold the token or a signed address.
         except self._client.errors.OfflineModeIsEnabled:
-            raise _Unreachable("HF_HUB_OFFLINE is set") from None
+            raise Unreachable("HF_HUB_OFFLINE is set") from None
         except httpx2.TimeoutException:
             raise self._too_slow() from None
         except httpx2.ConnectError as error:
-            raise _Unreachable(f"{self._host()}: {_why(error)}") from None
+            raise Unreachable(f"{self.host()}: {_why(error)}") from None
         except httpx2.ProxyError:
-            raise _Unreachable("the proxy refuses the connection") from None
+            raise Unreachable("the proxy refuses the connection") from None
         except httpx2.TooManyRedirects:
             raise SourceError(
-                f"the Hub ({self._host()}) redirects {self.repo} in a circle", hint="check HF_ENDPOINT"
+                f"the Hub ({self.host()}) redirects {self.repo} in a circle", hint="check HF_ENDPOINT"
             ) from None
         except (httpx2.UnsupportedProtocol, httpx2.InvalidURL):
             raise SourceError(
@@ -153,10 +164,10 @@ class _Hub:
                 "HF_ENDPOINT is not an http or https address", hint="for example HF_ENDPOINT=https://huggingface.co"
             ) from None
         except (httpx2.HTTPError, OSError):
-            raise SourceError(f"the Hub ({self._host()}) broke off its answer", hint="try again") from None
+            raise SourceError(f"the Hub ({self.host()}) broke off its answer", hint="try again") from None
 
-    def refused(self, answer: _Answer) -> NoReturn:
-        """Raise what an answer without a config.json means."""
+    def refused(self, answer: Answer) -> NoReturn:
+        """Raise what an answer without the file means."""
         code, status = answer.headers.get("X-Error-Code", ""), answer.status
         if code == "GatedRepo":
             raise SourceError(
@@ -168,8 +179,6 @@ class _Hub:
                 f"{self.repo} has no revision {jsonfile.plain(self.revision or 'main')}",
                 hint=f"its branches and tags are listed at {self.page(self.repo)}/tree/main",
             )
-        if code == "EntryNotFound":
-            raise self._no_config(answer)
         # With a valid login the Hub answers 404 for what is not there.
         if status == 401 and self._token:
             raise SourceError(
@@ -192,21 +201,21 @@ class _Hub:
             )
         if status >= 500 or status == 408:
             raise SourceError(
-                f"the Hub ({self._host()}) answers {status}: the fault is on its side",
+                f"the Hub ({self.host()}) answers {status}: the fault is on its side",
                 hint="try again later" + self._other_source(),
             )
-        raise SourceError(f"the Hub ({self._host()}) answers {status} for {self.repo}", hint="check HF_ENDPOINT")
+        raise SourceError(f"the Hub ({self.host()}) answers {status} for {self.repo}", hint="check HF_ENDPOINT")
 
     def weights(self, repo: str, commit: str | None) -> tuple[Weights | None, tuple[str, ...]]:
         """The weights' size, which the answer can do without: a note where the Hub does not tell."""
         try:
-            return safetensors.hub_weights(self._info(repo, commit or self.revision)), ()
-        except _Unreachable as down:
+            return safetensors.hub_weights(self.info(repo, commit or self.revision)), ()
+        except Unreachable as down:
             return None, (f"weights unknown: {down}",)
         except KvctlError as error:
             return None, (f"weights unknown: {error.message}",)
 
-    def _info(self, repo: str, revision: str | None) -> dict[str, Any]:
+    def info(self, repo: str, revision: str | None) -> dict[str, Any]:
         url = f"{self._endpoint}/api/models/{quote(repo)}"
         url += f"/revision/{quote(revision, safe='')}" if revision else ""
         answer = self.get(url + "?blobs=true")
@@ -214,22 +223,18 @@ class _Hub:
             raise SourceError(f"the Hub answers {answer.status} for the model's files")
         return jsonfile.parse(answer.body, f"the Hub's information on {repo}")
 
-    def _no_config(self, answer: _Answer) -> SourceError:
+    def no_config(self, answer: Answer) -> SourceError:
+        """The error for a repository without config.json: what it has instead."""
         try:
-            info = self._info(answer.repo or self.repo, answer.commit or self.revision)
-        except (KvctlError, _Unreachable):
+            info = self.info(answer.repo or self.repo, answer.commit or self.revision)
+        except (KvctlError, Unreachable):
             return SourceError(
                 f"{self.repo} has no config.json", hint=f"see its files: {self.page(self.repo)}/tree/main"
             )
-        siblings = info.get("siblings")
-        files = (
-            [file.get("rfilename") for file in siblings if isinstance(file, dict)] if isinstance(siblings, list) else []
-        )
-        names = [name for name in files if isinstance(name, str)]
         base: Any = info.get("config")
         for key in ("peft", "base_model_name_or_path"):
             base = base.get(key) if isinstance(base, dict) else None
-        return local.no_config(self.repo, names, base=base if isinstance(base, str) else None)
+        return local.no_config(self.repo, file_names(info), base=base if isinstance(base, str) else None)
 
     def _not_found_hint(self) -> str:
         from kvctl.sources import catalogue
@@ -242,7 +247,7 @@ class _Hub:
 
     def _too_slow(self) -> SourceError:
         return SourceError(
-            f"the Hub ({self._host()}) did not answer within {self._timeout:g} s",
+            f"the Hub ({self.host()}) did not answer within {self._timeout:g} s",
             hint=f"try again, or allow more seconds: {TIMEOUT}={max(60, math.ceil(self._timeout) * 2)}"
             + self._other_source(),
         )
@@ -250,18 +255,18 @@ class _Hub:
     def _other_source(self) -> str:
         return "; the catalogue has it: drop --source hub" if self.forced and _catalogued(self.repo) else ""
 
-    def _read(self, chunks: Iterator[bytes], end: float) -> Iterator[bytes]:
+    def _read(self, chunks: Iterator[bytes], end: float, most: int) -> Iterator[bytes]:
         length = 0
         for chunk in chunks:
             length += len(chunk)
-            if length > jsonfile.LIMIT:
+            if length > most:
                 raise jsonfile.too_long(f"the answer of the Hub for {self.repo}")
             # The client's time-out is for each read: one byte now and then would never end.
             if time.monotonic() > end:
                 raise self._too_slow()
             yield chunk
 
-    def _host(self) -> str:
+    def host(self) -> str:
         parts = urlsplit(self._endpoint)
         return jsonfile.plain(parts.netloc.rpartition("@")[2])
 
@@ -281,7 +286,14 @@ class _Hub:
         return next((f"the token in {name}" for name in names if os.environ.get(name)), "the saved login")
 
 
-def _check(repo: str, revision: str | None) -> None:
+def file_names(info: Mapping[str, Any]) -> list[str]:
+    """The repository's files in the Hub's information on it."""
+    siblings = info.get("siblings")
+    files = [file.get("rfilename") for file in siblings if isinstance(file, dict)] if isinstance(siblings, list) else []
+    return [name for name in files if isinstance(name, str)]
+
+
+def check(repo: str, revision: str | None) -> None:
     """Refuse names and revisions that no repository can have."""
     if not _NAME.fullmatch(repo) or len(repo) > _LONGEST_NAME or "--" in repo or ".." in repo or repo.endswith(".git"):
         from kvctl.sources import catalogue

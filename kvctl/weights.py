@@ -1,0 +1,269 @@
+"""What of a model's weights lies on each rank, by vLLM's rules of sharding.
+
+Read from vLLM 0.32 (model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe, quantization,
+distributed/utils.py and the model classes) and compared with its own classes, built on torch's meta
+device for one to eight ranks (tests/test_weights.py).
+
+- Column-parallel layers are cut along their outputs, row-parallel ones along their inputs; the bias
+  of a row-parallel layer is whole on every rank. Scales follow their weight.
+- Heads are not cut: KV heads are repeated where there are more ranks than heads.
+- Vocabularies are padded to a multiple of 64 rows, then cut.
+- Norms, routers, down projections of latent attention and its indexer are whole on every rank.
+- Experts are cut like any feed-forward part, or spread whole with expert parallelism.
+- Pipeline stages take equal shares of the layers; what is left over goes to stages from the last but one forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvctl.errors import ConfigError, UsageError
+from kvctl.families import text_fields
+from kvctl.families.fields import Fields
+from kvctl.record import Record
+from kvctl.tensors import Tensor
+
+VOCABULARY_PADDING = 64
+
+SHARDED = frozenset(["llama", "granite", "smollm3", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "phi3", "glm", "glm4", "starcoder2", "stablelm", "ernie4_5", "seed_oss", "exaone4", "arcee", "nemotron", "apertus", "hunyuan_v1_dense", "internlm3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "ernie4_5_moe", "glm4_moe", "minimax_m2", "mellum", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "axk1"])  # fmt: skip
+"""Model types whose cuts were compared with vLLM's own classes."""
+
+# The last part of a module's name, and how it is cut: along outputs, inputs, the vocabulary, or not.
+_OUTPUTS = frozenset((
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "c_fc", "input_linear",
+))  # fmt: skip
+_INPUTS = frozenset(("o_proj", "down_proj", "w2", "c_proj", "output_linear"))
+_VOCABULARY = frozenset(("embed_tokens", "lm_head"))
+_WHOLE = frozenset((
+    "norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    "post_self_attn_layernorm", "post_mlp_layernorm", "attention_layernorm", "feedforward_layernorm",
+    "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm", "query_layernorm", "key_layernorm", "act_fn",
+    "gate", "router", "layer", "shared_expert_gate", "moe_statics", "q_a_proj", "kv_a_proj_with_mqa",
+))  # fmt: skip
+_HEADS = {
+    "q_proj": "query",
+    "q_b_proj": "query",
+    "kv_b_proj": "query",
+    "o_proj": "query",
+    "k_proj": "kv",
+    "v_proj": "kv",
+}
+# Norms that run over the heads of a rank: over all of them in MiniMax-M2, one a head in Cohere.
+_CUT_NORMS = {("minimax_m2", "q_norm"): "query", ("minimax_m2", "k_norm"): "kv",
+              ("cohere", "q_norm"): "query", ("cohere", "k_norm"): "kv"}  # fmt: skip
+# Models whose router vLLM keeps in float32, whatever the checkpoint's dtype.
+_WIDE_ROUTERS = frozenset(("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2"))
+# Layers that vLLM puts together with another: one shape, one scale of the inputs for both.
+_JOINED = frozenset(("k_proj", "v_proj", "up_proj", "w3"))
+_SCALARS = frozenset(("input_scale", "weight_scale_2", "weight_global_scale", "input_global_scale"))
+_EXPERTS = ("gate_up_proj", "down_proj")
+_BITSANDBYTES = ("SCB", "absmax", "quant_map", "weight_format")
+
+
+class Split(Record):
+    """How many ranks share the weights, and how."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: bool = False
+    """Experts whole, spread over the ranks (`--enable-expert-parallel`)."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+
+def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split) -> tuple[int, ...]:
+    """Bytes on each rank, tensor-parallel ranks of the first pipeline stage first.
+
+    Raises:
+        ConfigError: the architecture's cuts are not known, or a tensor's.
+        UsageError: it cannot be cut so.
+
+    """
+    cut = _Cut(tensors, config, split)
+    stages = [stage_layers(cut.layers, split.pipeline, stage) for stage in range(split.pipeline)]
+    ranks = [[0] * split.tensor for _ in stages]
+    for tensor in tensors:
+        if not cut.loads(tensor):
+            continue
+        shares = [cut.share(tensor, rank) for rank in range(split.tensor)]
+        for stage, layers in enumerate(stages):
+            times = cut.times(tensor, layers, stage)
+            for rank, size in enumerate(shares):
+                ranks[stage][rank] += times * size
+    return tuple(size for stage in ranks for size in stage)
+
+
+def left_in_file(tensors: Sequence[Tensor], config: Mapping[str, Any]) -> int:
+    """Bytes of a checkpoint that vLLM does not load: layers for drafting, a head that is tied."""
+    cut = _Cut(tensors, config, Split())
+    return sum(tensor.total for tensor in tensors if not cut.loads(tensor))
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """Layers of a pipeline stage (vLLM's get_pp_indices)."""
+    if stages > layers:
+        raise UsageError(f"{stages} pipeline stages for {layers} layers")
+    each, rest = divmod(layers, stages)
+    # What is left goes to the last stages but the very last, which has the head.
+    sizes = [each + (stages - 1 - rest <= index < stages - 1) for index in range(stages)]
+    first = sum(sizes[:stage])
+    return range(first, first + sizes[stage])
+
+
+class _Cut:
+    """What of a configuration and of neighbouring tensors the cuts depend on."""
+
+    def __init__(self, tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split) -> None:
+        root = Fields(config)
+        f = text_fields(root)
+        self.split, self.type = split, f.type
+        if root.type not in SHARDED:
+            raise ConfigError(f"how vLLM shards {root.type[:60] or 'an unnamed type'} is not known to kvctl",
+                              hint="without parallel sizes, the total is known")  # fmt: skip
+        self.layers = f.layers()
+        self.query = f.number("num_attention_heads")
+        self.kv = f.optional_number("num_key_value_heads") or self.query
+        self.tied = f.flag("tie_word_embeddings", default=True)
+        self.shapes = {tensor.name: tensor.shape for tensor in tensors}
+        facts = config.get("quantization_config")
+        facts = facts if isinstance(facts, Mapping) else {}
+        if facts.get("desc_act"):
+            raise ConfigError("how vLLM shards GPTQ with activation order (desc_act) is not known to kvctl")
+        block = facts.get("weight_block_size")
+        self.block = block if isinstance(block, list) and len(block) == 2 else [128, 128]
+
+    def loads(self, tensor: Tensor) -> bool:
+        """Whether vLLM loads a tensor; layers past the last only draft tokens ahead."""
+        if tensor.name.startswith("mtp.") or (tensor.layers and min(tensor.layers) >= self.layers):
+            return False
+        return not (self.tied and tensor.name == "lm_head.weight")
+
+    def times(self, tensor: Tensor, layers: range, stage: int) -> int:
+        """How many layers of a stage have a tensor; for others whether the stage has it."""
+        if tensor.layers:
+            return sum(layer in layers for layer in tensor.layers)
+        first, last = stage == 0, stage == self.split.pipeline - 1
+        if "embed_tokens" in tensor.name:
+            # A tied head reads the embeddings on the last stage too.
+            return int(first or (last and self.tied))
+        return int(last)
+
+    def share(self, tensor: Tensor, rank: int) -> int:
+        """Bytes of one layer's tensors of a kind on a tensor-parallel rank."""
+        path = tensor.name.split(".")
+        name, part = path[-2] if len(path) > 1 else path[0], path[-1]
+        if part.startswith(_EXPERTS):
+            # All experts of a layer in one tensor, named like a layer and not ".weight".
+            name, part = next((n, part.removeprefix(n).lstrip("_") or "weight") for n in _EXPERTS if part.startswith(n))
+        if part.startswith(_BITSANDBYTES) or "quant_state" in part:
+            raise ConfigError("vLLM 0.32 loads no bitsandbytes weights", hint="drop --tensor-parallel-size")
+        if part == "e_score_correction_bias":
+            return tensor.bytes * tensor.each
+        if name == "gate" and part == "weight" and self.type in _WIDE_ROUTERS:
+            return tensor.elements * 4
+        routed = "experts" in path or (tensor.each == 1 and len(tensor.shape) == 3)
+        loaded = self._loaded(tensor, name, part, routed)
+        if routed and self.split.expert:
+            count = tensor.each if tensor.each > 1 else tensor.shape[0]
+            local = count // self.split.tensor + (rank < count % self.split.tensor)
+            return self._one(tensor, name, part, loaded, routed, 1) * tensor.each // count * local
+        return tensor.each * self._one(tensor, name, part, loaded, routed, self.split.tensor)
+
+    def _loaded(self, tensor: Tensor, name: str, part: str, routed: bool) -> int:
+        """Bytes of a tensor as vLLM keeps it, where that differs from the file."""
+        if part == "g_idx":
+            return 0  # without activation order it says nothing
+        if part == "weight_shape":
+            # Layers that are joined have one; experts keep it in two elements of the model's dtype.
+            return 0 if name in _JOINED else 4 if routed else tensor.bytes
+        if (
+            part == "input_scale"
+            and routed
+            and name in _JOINED
+            and f"{tensor.module}.weight_scale_2" not in self.shapes
+        ):
+            return 0
+        if part == "weight_scale" and tensor.dtype == "BF16" and tensor.shape[-1:] == (1,):
+            return tensor.bytes * 2  # float32 for every output
+        return tensor.bytes
+
+    def _one(self, tensor: Tensor, name: str, part: str, size: int, routed: bool, ranks: int) -> int:
+        """Bytes of one tensor, `size` in all, on each of `ranks`."""
+        if name in _VOCABULARY:
+            padded = -(-tensor.shape[0] // VOCABULARY_PADDING) * VOCABULARY_PADDING
+            return _even(tensor, padded, ranks) * (size // tensor.shape[0])
+        norm = _CUT_NORMS.get((self.type, name))
+        if norm is not None or part == "sinks":
+            return self._by_heads(tensor, norm or "query", size, ranks)
+        if name in _WHOLE or part in _SCALARS or part == "weight_shape" or tensor.elements == 1 or not size:
+            return size
+        if (part in ("blocks", "scales") and len(tensor.shape) > 2) or (
+            part == "bias" and f"{tensor.name[:-5]}_blocks" in self.shapes
+        ):
+            return _packed_experts(tensor, name, part, ranks)
+        if name not in _OUTPUTS and name not in _INPUTS:
+            raise ConfigError(f"how vLLM shards {tensor.name[:100]} is not known to kvctl")
+        if name in _INPUTS and (part == "bias" or not _has_inputs(tensor, part)):
+            return size
+        if routed and part == "weight_scale_inv":
+            return self._ragged_blocks(tensor, name, ranks)
+        if name == "qkv_proj":
+            row = size // (self.query + 2 * self.kv)
+            return row * (_even(tensor, self.query, ranks) + 2 * max(1, self.kv // ranks))
+        if name in _HEADS:
+            return self._by_heads(tensor, _HEADS[name], size, ranks)
+        biases = 0
+        if part == "qweight" and routed and f"{tensor.module}.g_idx" in self.shapes:
+            # vLLM gives GPTQ's experts biases, 16 bits each.
+            biases = 2 * tensor.shape[1] // (ranks if name in _OUTPUTS else 1)
+        return _even(tensor, size, ranks) + biases
+
+    def _by_heads(self, tensor: Tensor, kind: str, size: int, ranks: int) -> int:
+        count = self.query if kind == "query" else self.kv
+        if kind == "kv" and ranks > count and ranks % count == 0:
+            ranks = count  # every rank keeps a whole head
+        _even(tensor, count, ranks)
+        return _even(tensor, size, ranks)
+
+    def _ragged_blocks(self, tensor: Tensor, name: str, ranks: int) -> int:
+        """Scales of an expert's blocks: where a rank's width is no whole number of blocks, finer ones that divide it."""
+        weight = self.shapes.get(f"{tensor.module}.weight")
+        if weight is None or len(weight) != 2:
+            raise ConfigError(f"{tensor.name[:100]} has no weight beside it")
+        rows, columns = weight
+        width, hidden = (rows, columns) if name in _OUTPUTS else (columns, rows)
+        width = _even(tensor, width, ranks)
+        high, wide = self.block
+        if ranks > 1 and (width % high or width % wide):
+            fine = math.gcd(high, wide, width, hidden)
+            high = wide = fine if fine >= 32 else high
+        rows, columns = (width, hidden) if name in _OUTPUTS else (hidden, width)
+        return -(-rows // high) * -(-columns // wide) * (tensor.bytes // tensor.elements)
+
+
+def _has_inputs(tensor: Tensor, part: str) -> bool:
+    """Whether a part of a row-parallel layer has a length along the inputs: groups and blocks have, rows' scales not."""
+    if part in ("scales", "qzeros"):
+        return tensor.shape[0] > 1
+    return not part.startswith("weight_scale") or (len(tensor.shape) > 1 and tensor.shape[-1] > 1)
+
+
+def _even(tensor: Tensor, length: int, ranks: int) -> int:
+    if length % ranks:
+        raise UsageError(f"vLLM does not cut {tensor.name[:80]} ({length:,}) into {ranks} equal parts",
+                         hint="name another tensor-parallel size")  # fmt: skip
+    return length // ranks
+
+
+def _packed_experts(tensor: Tensor, name: str, part: str, ranks: int) -> int:
+    """Experts of gpt-oss: whole blocks of 32 on each rank, their width rounded up to 64 (Triton's kernels)."""
+    if part == "bias" and name == "down_proj":
+        return tensor.bytes
+    width = tensor.shape[1] // 2 if name == "gate_up_proj" else tensor.shape[2] * 32
+    blocks = -(-(width // 32) // ranks)
+    return tensor.bytes // width * (-(-blocks * 32 // 64) * 64)
