@@ -25,6 +25,7 @@ from kvctl.weight_formats import (
 )
 
 MOST_PATTERNS = 10_000
+_LONGEST_EXPRESSION, _MOST_REPETITIONS = 500, 4
 
 
 class Scheme(Record):
@@ -32,17 +33,23 @@ class Scheme(Record):
 
     method: str
     bits: int
-    group: int | None
-    """Weights that share a scale; None: a layer's or an output's."""
+    group: int | tuple[int, int] | None
+    """Weights that share a scale, in a row or in a block; None: a layer's or an output's."""
     format: WeightFormat
     excluded: tuple[str, ...]
     """Modules that stay as they are: parts of names, patterns with * or "re:…"."""
 
     @property
+    def shared(self) -> str:
+        """What has a scale of its own: "groups of 128", "blocks of 128 × 128"."""
+        if isinstance(self.group, tuple):
+            return "blocks of " + " × ".join(map(str, self.group))
+        return f"groups of {self.group}" if self.group else ""
+
+    @property
     def words(self) -> str:
         """ "awq, 4 bits in groups of 128"."""
-        group = f" in groups of {self.group}" if self.group else ""
-        return f"{self.method}, {self.bits} bits{group}"
+        return f"{self.method}, {self.bits} bits" + (f" in {self.shared}" if self.shared else "")
 
     def keeps(self) -> Callable[[str, int], bool]:
         """Tells whether a module (N for numbers) of a layer stays as it is."""
@@ -79,11 +86,14 @@ class _Excluded:
 
 
 def _search(expression: str, name: str) -> bool:
-    if len(expression) > 500:
-        raise ConfigError("quantization_config has a pattern of over 500 characters")
+    # A file must not be able to keep the expression engine busy: few repetitions, and none of groups.
+    if len(expression) > _LONGEST_EXPRESSION or len(re.findall(r"[*+{]", expression)) > _MOST_REPETITIONS:
+        raise ConfigError(f"quantization_config has a pattern that is too long: {expression[:60]!r}")
+    if re.search(r"\)[*+?{]", expression):
+        raise ConfigError(f"quantization_config has a pattern that repeats a group: {expression[:60]!r}")
     try:
         return re.match(expression, name) is not None
-    except re.error:
+    except (re.error, RecursionError, OverflowError):
         raise ConfigError(f"quantization_config has a pattern that cannot be read: {expression[:60]!r}") from None
 
 
@@ -147,7 +157,7 @@ def _fp8(facts: Mapping[str, Any]) -> Scheme:
     if block is not None:
         if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
             raise _unknown(f"weight_block_size is {block!r}")
-        return Scheme("fp8", 8, block[0] * block[1], _format("fp8-block", fp8_blocks(*block)), out)
+        return Scheme("fp8", 8, (block[0], block[1]), _format("fp8-block", fp8_blocks(*block)), out)
     if facts.get("activation_scheme") == "static":
         from kvctl.weight_formats import _fp8_static
 

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from kvctl.reports import LayerRow, SizeReport, SizeResult, WeightsInfo
+from kvctl.reports import LayerRow, SizeReport, SizeResult
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
     copies_words,
@@ -27,6 +27,7 @@ from kvctl.words import (
     listing_cells,
     naive_words,
     one_line,
+    rank_words,
     reserved_words,
     scheme_words,
     title_words,
@@ -205,7 +206,7 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     elif result.model.source != "shape":
         rows.append(("weights", "unknown", f"{count}{origin}"))
     if result.weights and result.weights.per_rank:
-        rows.append(_rank_weights(result.weights))
+        rows.append(("", format_bytes(max(result.weights.per_rank)), rank_words(result.weights)))
     if result.kv_bytes and result.encoder_tokens:
         rows.append(("encoder", "", f"cross attention holds {result.encoder_tokens:,} positions"))
     scheme = scheme_words(result)
@@ -217,14 +218,6 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     rows.append(("engine", "", engine_words(result) + _ENGINE_WORDS.get(result.engine, "")))
     rows.append(("source", "", f"{result.model.source}: {result.model.location}{revision}"))
     return rows
-
-
-def _rank_weights(weights: WeightsInfo) -> tuple[str, str, str]:
-    """What lies on each rank, or on the fullest where they differ."""
-    sizes = weights.per_rank or ()
-    most = max(sizes)
-    each = f"on each of {len(sizes)} ranks" if len(set(sizes)) == 1 else f"on the fullest of {len(sizes)} ranks"
-    return "", format_bytes(most), f"{most:,} bytes of weights {each}, by the rules of {weights.rules}"
 
 
 def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:

@@ -149,6 +149,15 @@ def _per_rank(
         warnings.append(
             f"{left:,} bytes of the checkpoint are not loaded: layers that draft tokens ahead, or a tied head"
         )
+    dequantised = sum(
+        2 * tensor.elements * len(tensor.layers) // split.tensor for tensor in tensors
+        if tensor.name.endswith("kv_b_proj.weight") and tensor.dtype == "F8_E4M3"
+    )  # fmt: skip
+    if dequantised:
+        warnings.append(
+            f"weights on each rank are those of the checkpoint; vLLM keeps kv_b_proj once more, dequantised to 16 bits:"
+            f" {dequantised // split.pipeline:,} bytes a rank"
+        )
     if any(tensor.name.endswith(("_blocks", "_scales")) for tensor in tensors):
         warnings.append("weights on each rank are for Triton's MXFP4 kernels; others pad the experts' width further")
     return sizes

@@ -220,6 +220,8 @@ def convert(
 
     `keep` tells modules that stay, by name (with N for numbers) and layer.
     """
+    if fmt.pack is not None and any("indexer" in t.name.split(".") for t in tensors):
+        raise ConfigError(f"what {fmt.name} makes of a sparse attention's indexer is not known", hint="bf16 or fp16")
     out: list[Tensor] = []
     left: dict[str, None] = {}
     for t in tensors:

@@ -22,27 +22,45 @@ from typing import Any
 from kvctl.errors import ConfigError, UsageError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
+from kvctl.parameters import layer_count, tied
 from kvctl.record import Record
 from kvctl.tensors import Tensor
 
 VOCABULARY_PADDING = 64
 
-SHARDED = frozenset(["llama", "granite", "smollm3", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "phi3", "glm", "glm4", "starcoder2", "stablelm", "ernie4_5", "seed_oss", "exaone4", "arcee", "nemotron", "apertus", "hunyuan_v1_dense", "internlm3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "ernie4_5_moe", "glm4_moe", "minimax_m2", "mellum", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "axk1"])  # fmt: skip
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SHARDED = _names(
+    "llama granite smollm3 mistral qwen2 qwen3 gemma gemma2 gemma3_text olmo olmo2 olmo3 cohere cohere2 "
+    "phi3 glm glm4 starcoder2 stablelm ernie4_5 seed_oss exaone4 arcee nemotron apertus hunyuan_v1_dense internlm3 "
+    "mixtral qwen2_moe qwen3_moe olmoe phimoe granitemoe ernie4_5_moe glm4_moe minimax_m2 mellum gpt_oss "
+    "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite axk1 qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h "
+    "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 deepseek_v32 glm_moe_dsa"
+)
 """Model types whose cuts were compared with vLLM's own classes."""
 
 # The last part of a module's name, and how it is cut: along outputs, inputs, the vocabulary, or not.
 _OUTPUTS = frozenset((
     "q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj",
-    "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "c_fc", "input_linear",
+    "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "c_fc", "fc1", "linear_fc1", "input_linear", "qkv",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj", "conv1d",
 ))  # fmt: skip
-_INPUTS = frozenset(("o_proj", "down_proj", "w2", "c_proj", "output_linear"))
-_VOCABULARY = frozenset(("embed_tokens", "lm_head"))
+_INPUTS = frozenset(("o_proj", "out_proj", "proj", "down_proj", "w2", "c_proj", "fc2", "linear_fc2", "output_linear"))
+_VOCABULARY = frozenset(("embed_tokens", "embeddings", "lm_head"))
 _WHOLE = frozenset((
     "norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     "post_self_attn_layernorm", "post_mlp_layernorm", "attention_layernorm", "feedforward_layernorm",
     "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm", "query_layernorm", "key_layernorm", "act_fn",
-    "gate", "router", "layer", "shared_expert_gate", "moe_statics", "q_a_proj", "kv_a_proj_with_mqa",
+    "gate", "router", "layer", "shared_expert_gate", "moe_statics", "q_a_proj", "kv_a_proj_with_mqa", "norm_f",
+    "norm1", "norm2", "layer_norm1", "layer_norm2", "post_layernorm", "pos_embed", "position_embedding",
+    "fc1_latent_proj", "fc2_latent_proj", "patch_embedding", "patch_embed", "mm_soft_emb_norm", "multi_modal_projector",
 ))  # fmt: skip
+# Vectors of recurrent layers, one value or more a head.
+_BY_HEAD = frozenset(("A_log", "D", "dt_bias", "sinks"))
+_VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
 _HEADS = {
     "q_proj": "query",
     "q_b_proj": "query",
@@ -55,12 +73,17 @@ _HEADS = {
 _CUT_NORMS = {("minimax_m2", "q_norm"): "query", ("minimax_m2", "k_norm"): "kv",
               ("cohere", "q_norm"): "query", ("cohere", "k_norm"): "kv"}  # fmt: skip
 # Models whose router vLLM keeps in float32, whatever the checkpoint's dtype.
-_WIDE_ROUTERS = frozenset(("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2"))
+_WIDE_ROUTERS = frozenset(("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2", "nemotron_h"))
 # Layers that vLLM puts together with another: one shape, one scale of the inputs for both.
 _JOINED = frozenset(("k_proj", "v_proj", "up_proj", "w3"))
+_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
 _SCALARS = frozenset(("input_scale", "weight_scale_2", "weight_global_scale", "input_global_scale"))
 _EXPERTS = ("gate_up_proj", "down_proj")
 _BITSANDBYTES = ("SCB", "absmax", "quant_map", "weight_format")
+
+
+Part = tuple[int, int, bool]
+"""Rows of a matrix, how many heads (groups) they are, and whether these are repeated over more ranks."""
 
 
 class Split(Record):
@@ -125,10 +148,16 @@ class _Cut:
         if root.type not in SHARDED:
             raise ConfigError(f"how vLLM shards {root.type[:60] or 'an unnamed type'} is not known to kvctl",
                               hint="without parallel sizes, the total is known")  # fmt: skip
-        self.layers = f.layers()
+        self.layers = layer_count(f)
         self.query = f.number("num_attention_heads")
         self.kv = f.optional_number("num_key_value_heads") or self.query
-        self.tied = f.flag("tie_word_embeddings", default=True)
+        self.tied = tied(root, f)
+        self.states = None
+        if f.type == "nemotron_h":
+            inner, groups = f.number("mamba_num_heads") * f.number("mamba_head_dim"), f.number("n_groups")
+            self.states = (f.number("mamba_num_heads"), inner, groups, groups * f.number("ssm_state_size"))
+        if split.pipeline > 1 and any(_VISION & {*t.name.split(".")} for t in tensors):
+            raise ConfigError("which pipeline stages have the vision tower is not known to kvctl")
         self.shapes = {tensor.name: tensor.shape for tensor in tensors}
         facts = config.get("quantization_config")
         facts = facts if isinstance(facts, Mapping) else {}
@@ -139,16 +168,19 @@ class _Cut:
 
     def loads(self, tensor: Tensor) -> bool:
         """Whether vLLM loads a tensor; layers past the last only draft tokens ahead."""
-        if tensor.name.startswith("mtp.") or (tensor.layers and min(tensor.layers) >= self.layers):
+        if tensor.name.startswith("mtp."):
+            return False
+        if tensor.layers and min(tensor.layers) >= self.layers and not _VISION & {*tensor.name.split(".")}:
             return False
         return not (self.tied and tensor.name == "lm_head.weight")
 
     def times(self, tensor: Tensor, layers: range, stage: int) -> int:
         """How many layers of a stage have a tensor; for others whether the stage has it."""
         if tensor.layers:
-            return sum(layer in layers for layer in tensor.layers)
+            vision = self.split.pipeline == 1  # one stage has them all
+            return len(tensor.layers) if vision else sum(layer in layers for layer in tensor.layers)
         first, last = stage == 0, stage == self.split.pipeline - 1
-        if "embed_tokens" in tensor.name:
+        if "embed_tokens" in tensor.name or tensor.name.startswith("backbone.embeddings"):
             # A tied head reads the embeddings on the last stage too.
             return int(first or (last and self.tied))
         return int(last)
@@ -157,6 +189,12 @@ class _Cut:
         """Bytes of one layer's tensors of a kind on a tensor-parallel rank."""
         path = tensor.name.split(".")
         name, part = path[-2] if len(path) > 1 else path[0], path[-1]
+        if "patch_embed" in path:
+            name = "patch_embed"
+        if "indexer" in path:
+            if part.startswith(("weight_", "q", "scales")):
+                raise ConfigError("how vLLM loads a quantised indexer is not known to kvctl")
+            return tensor.elements * 4 if name == "k_norm" else tensor.bytes
         if part.startswith(_EXPERTS):
             # All experts of a layer in one tensor, named like a layer and not ".weight".
             name, part = next((n, part.removeprefix(n).lstrip("_") or "weight") for n in _EXPERTS if part.startswith(n))
@@ -176,6 +214,8 @@ class _Cut:
 
     def _loaded(self, tensor: Tensor, name: str, part: str, routed: bool) -> int:
         """Bytes of a tensor as vLLM keeps it, where that differs from the file."""
+        if part == "A_log":
+            return tensor.elements * 4
         if part == "g_idx":
             return 0  # without activation order it says nothing
         if part == "weight_shape":
@@ -188,6 +228,8 @@ class _Cut:
             and f"{tensor.module}.weight_scale_2" not in self.shapes
         ):
             return 0
+        if tensor.elements == 1 and not routed and part.startswith(("weight_scale", "input_scale")):
+            return tensor.bytes * _PARTS.get(name, 1)  # one for each of the layers in one matrix
         if part == "weight_scale" and tensor.dtype == "BF16" and tensor.shape[-1:] == (1,):
             return tensor.bytes * 2  # float32 for every output
         return tensor.bytes
@@ -200,6 +242,8 @@ class _Cut:
         norm = _CUT_NORMS.get((self.type, name))
         if norm is not None or part == "sinks":
             return self._by_heads(tensor, norm or "query", size, ranks)
+        if part in _BY_HEAD or (name == "norm" and ".mixer." in tensor.name):
+            return _even(tensor, size, ranks)
         if name in _WHOLE or part in _SCALARS or part == "weight_shape" or tensor.elements == 1 or not size:
             return size
         if (part in ("blocks", "scales") and len(tensor.shape) > 2) or (
@@ -212,16 +256,29 @@ class _Cut:
             return size
         if routed and part == "weight_scale_inv":
             return self._ragged_blocks(tensor, name, ranks)
-        if name == "qkv_proj":
-            row = size // (self.query + 2 * self.kv)
-            return row * (_even(tensor, self.query, ranks) + 2 * max(1, self.kv // ranks))
-        if name in _HEADS:
+        joined = self._joined(name, tensor.name)
+        if joined:
+            return _by_parts(tensor, joined, size, ranks)
+        if name in _HEADS and not _VISION & {*tensor.name.split(".")}:
             return self._by_heads(tensor, _HEADS[name], size, ranks)
         biases = 0
         if part == "qweight" and routed and f"{tensor.module}.g_idx" in self.shapes:
             # vLLM gives GPTQ's experts biases, 16 bits each.
             biases = 2 * tensor.shape[1] // (ranks if name in _OUTPUTS else 1)
         return _even(tensor, size, ranks) + biases
+
+    def _joined(self, name: str, path: str) -> tuple[Part, ...]:
+        """Layers of one matrix for several things, each cut for itself."""
+        if name == "qkv_proj":
+            return (self.query, self.query, False), (2 * self.kv, self.kv, True)
+        if self.states is None or ".mixer." not in path:
+            return ()
+        heads, inner, groups, width = self.states
+        if name == "conv1d":
+            return (inner, heads, False), (2 * width, groups, True)
+        if name == "in_proj":
+            return (2 * inner, heads, False), (2 * width, groups, True), (heads, heads, False)
+        return ()
 
     def _by_heads(self, tensor: Tensor, kind: str, size: int, ranks: int) -> int:
         count = self.query if kind == "query" else self.kv
@@ -258,6 +315,18 @@ def _even(tensor: Tensor, length: int, ranks: int) -> int:
         raise UsageError(f"vLLM does not cut {tensor.name[:80]} ({length:,}) into {ranks} equal parts",
                          hint="name another tensor-parallel size")  # fmt: skip
     return length // ranks
+
+
+def _by_parts(tensor: Tensor, parts: tuple[Part, ...], size: int, ranks: int) -> int:
+    row = size // sum(length for length, _, _ in parts)
+    rows = 0
+    for length, count, repeated in parts:
+        rows += (
+            length // count
+            if repeated and ranks > count and ranks % count == 0
+            else length // count * _even(tensor, count, ranks)
+        )
+    return row * rows
 
 
 def _packed_experts(tensor: Tensor, name: str, part: str, ranks: int) -> int:

@@ -1,24 +1,13 @@
-"""The parameters that a configuration implies, by architecture: what a checkpoint of it holds.
-
-Shapes and names are those of the published checkpoints (transformers' classes, and for mixtures of
-experts one tensor an expert). Every model type here was counted against transformers 5.24 on torch's
-meta device (tests/test_parameters.py); a type that is not here has no number, because a wrong
-one would look like a right one.
-"""
+"""Decoders in the shape of Llama, with feed-forward parts or mixtures of experts, in all the ways in which they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvctl.errors import ConfigError
-from kvctl.families import text_fields
-from kvctl.families.fields import Fields
-from kvctl.tensors import Tensor, tensor
+from kvctl.parameters import LAYER, STANDARD, Layers, Model
 
-Layers = tuple[int, ...]
-
-STANDARD = ("input_layernorm", "post_attention_layernorm")
 AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -90,90 +79,16 @@ DENSE: dict[str, Dense] = {
     "olmoe": _MOE._replace(qk="full", moe="olmoe"),
     "phimoe": _MOE._replace(norm_bias=True, head_bias="lm_head_bias", moe="mixtral"),
     "granitemoe": _MOE._replace(moe="granite"),
-    "ernie4_5_moe": Dense("use_bias", "use_bias", "use_bias", moe="ernie"),
+    "ernie4_5_moe": Dense("use_bias", "use_bias", "use_bias", head_bias="use_bias", moe="ernie"),
     "glm4_moe": Dense(qkv_bias="attention_bias", qk="head", qk_key="use_qk_norm", moe="deepseek"),
     "minimax_m2": Dense(qk="full", moe="minimax"),
+    "qwen3_vl_text": _MOE._replace(qk="head"),
+    "qwen3_vl_moe_text": _MOE._replace(qk="head", moe="qwen3"),
     "mellum": _MOE._replace(qk="head", moe="mellum"),
-    "solar_open": Dense(moe="deepseek"),
+    "solar_open": Dense(qkv_bias="attention_bias", moe="deepseek"),
     "dots1": _MOE._replace(qk="head", moe="deepseek"),
     "gpt_oss": Dense("+attention_bias", "+attention_bias", moe="gpt_oss"),
 }  # fmt: skip
-
-
-def parameters(config: Mapping[str, Any], dtype: str = "BF16", *, whole: bool = True) -> tuple[Tensor, ...]:
-    """Every parameter of the model that `config` describes, stored in `dtype`.
-
-    `whole`: the file is the model's own, so that what it leaves out is its class's default;
-    else a size that is not in the file is not known.
-
-    Raises:
-        ConfigError: the architecture is not known here, or the file does not say enough.
-
-    """
-    root = Fields(config)
-    f = text_fields(root)
-    if root.type != f.type and root.type not in _PLAIN_WRAPPERS:
-        raise ConfigError(
-            f"the parameters of {root.type[:60] or 'this wrapper'}, beside its language model's, are not known"
-        )
-    model = Model(f, dtype, whole)
-    write = _WRITERS.get(f.type) or (dense if f.type in DENSE else None)
-    if write is None:
-        raise ConfigError(f"the parameters of {f.type[:60] or 'an unnamed type'} are not known from its configuration")
-    write(model)
-    return tuple(model.tensors)
-
-
-class Model:
-    """A list of tensors that grows, and the configuration's sizes."""
-
-    def __init__(self, f: Fields, dtype: str, whole: bool) -> None:
-        self.f, self.dtype, self.whole = f, dtype, whole
-        self.tensors: list[Tensor] = []
-        self.all: Layers = tuple(range(self.size("num_hidden_layers", minimum=0)))
-        self.hidden = self.size("hidden_size")
-
-    def size(self, name: str, minimum: int = 1) -> int:
-        """A size that the file has to name, unless its class's defaults count too."""
-        value = self.f.number(name, minimum=minimum)
-        if not self.whole and self.f.read[self.f.path + self.f.stored_name(name)] != "config":
-            raise ConfigError(f"{self.f.path}{name} is not in the source of this configuration")
-        return value
-
-    def flag(self, name: str) -> bool:
-        return name == "yes" or (bool(name) and self.f.flag(name.removeprefix("+"), default=name.startswith("+")))
-
-    def add(self, name: str, *shape: int, layers: Layers = (), each: int = 1, dtype: str = "") -> None:
-        if each and all(shape):
-            self.tensors.append(tensor(name, shape, dtype or self.dtype, layers, each))
-
-    def linear(self, name: str, rows: int, columns: int, layers: Layers, bias: bool = False, each: int = 1) -> None:
-        """A weight [rows, columns] and perhaps a bias, in each of `layers`."""
-        if not layers:
-            return
-        self.add(name + ".weight", rows, columns, layers=layers, each=each)
-        if bias:
-            self.add(name + ".bias", rows, layers=layers, each=each)
-
-    def norm(self, name: str, length: int, layers: Layers | None = None, bias: bool = False) -> None:
-        """A norm's weight and perhaps a bias; `layers` None: it stands outside of the layers."""
-        if layers == ():
-            return
-        self.add(name + ".weight", length, layers=layers or ())
-        if bias:
-            self.add(name + ".bias", length, layers=layers or ())
-
-    def embeddings(self, head_bias: bool = False) -> None:
-        """The vocabulary's rows, and the head's where it has its own."""
-        vocabulary = self.size("vocab_size")
-        self.add("model.embed_tokens.weight", vocabulary, self.hidden)
-        if not self.f.flag("tie_word_embeddings", default=True):
-            self.add("lm_head.weight", vocabulary, self.hidden)
-        if head_bias:
-            self.add("lm_head.bias", vocabulary)
-
-
-LAYER = "model.layers.N."
 
 
 def dense(m: Model) -> None:
@@ -192,11 +107,7 @@ def dense(m: Model) -> None:
     sparse = mixture(m, t.moe) if t.moe else ()
     rest = tuple(layer for layer in m.all if layer not in set(sparse))
     if rest:
-        mlp(m, t.mlp, rest, _dense_width(m), m.flag(t.mlp_bias))
-
-
-def _dense_width(m: Model) -> int:
-    return m.size("intermediate_size")
+        mlp(m, t.mlp, rest, m.size("intermediate_size"), m.flag(t.mlp_bias))
 
 
 def attention(m: Model, t: Dense, layers: Layers, prefix: str = LAYER + "self_attn.") -> None:
@@ -350,47 +261,8 @@ def mixture(m: Model, name: str) -> Layers:
             else width * (m.f.optional_number(t.shared_number, minimum=0) or 0)
         )  # fmt: skip
         if beside:
-            mlp(m, "gated", layers, beside, prefix=prefix + t.shared)
+            bias = m.flag({"ernie4_5_moe": "use_bias", "deepseek_v2": "mlp_bias"}.get(m.f.type, ""))
+            mlp(m, "gated", layers, beside, bias, prefix + t.shared)
         if t.shared_gate:
             m.linear(prefix + "shared_expert_gate", 1, m.hidden, layers)
     return layers
-
-
-def latent(m: Model) -> None:
-    """Latent attention (DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash, A.X K1) with a mixture of experts."""
-    f = m.f
-    m.embeddings()
-    for name in STANDARD:
-        m.norm(LAYER + name, m.hidden, m.all)
-    m.norm("model.norm", m.hidden)
-    heads, kv_rank = m.size("num_attention_heads"), m.size("kv_lora_rank")
-    nope, rope, value = m.size("qk_nope_head_dim"), m.size("qk_rope_head_dim"), m.size("v_head_dim")
-    bias = f.flag("attention_bias")
-    prefix = LAYER + "self_attn."
-    q_rank = f.optional_number("q_lora_rank")
-    if q_rank is None:
-        m.linear(prefix + "q_proj", heads * (nope + rope), m.hidden, m.all)
-    else:
-        m.linear(prefix + "q_a_proj", q_rank, m.hidden, m.all, bias)
-        m.norm(prefix + "q_a_layernorm", q_rank, m.all)
-        m.linear(prefix + "q_b_proj", heads * (nope + rope), q_rank, m.all)
-    m.linear(prefix + "kv_a_proj_with_mqa", kv_rank + rope, m.hidden, m.all, bias)
-    m.norm(prefix + "kv_a_layernorm", kv_rank, m.all)
-    m.linear(prefix + "kv_b_proj", heads * (nope + value), kv_rank, m.all)
-    m.linear(prefix + "o_proj", m.hidden, heads * value, m.all, bias)
-    sparse = mixture(m, "deepseek")
-    rest = tuple(layer for layer in m.all if layer not in set(sparse))
-    if rest:
-        mlp(m, "gated", rest, _dense_width(m))
-    if f.type == "axk1":
-        m.norm(LAYER + "post_mlp_layernorm", m.hidden, m.all)
-
-
-_PLAIN_WRAPPERS: frozenset[str] = frozenset()
-_WRITERS: dict[str, Callable[[Model], None]] = {
-    "deepseek_v2": latent,
-    "deepseek_v3": latent,
-    "kimi_k2": latent,
-    "glm4_moe_lite": latent,
-    "axk1": latent,
-}
