@@ -97,6 +97,8 @@ def _as_they_are(
         try:
             if problem is not None:
                 raise problem
+            if not spec.whole and (info is None or info.bytes is None):
+                raise ConfigError("how the weights are stored is not in the source of this configuration")
             tensors = _from_config(spec, dtype)
             if found is not None:
                 from kvctl.weight_formats import convert

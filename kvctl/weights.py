@@ -78,7 +78,7 @@ _WIDE_ROUTERS = frozenset(("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax
 _JOINED = frozenset(("k_proj", "v_proj", "up_proj", "w3"))
 _PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
 _SCALARS = frozenset(("input_scale", "weight_scale_2", "weight_global_scale", "input_global_scale"))
-_EXPERTS = ("gate_up_proj", "down_proj")
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 _BITSANDBYTES = ("SCB", "absmax", "quant_map", "weight_format")
 
 

@@ -86,6 +86,13 @@ QUANTIZATION = (
     "exclude_modules", "config_groups", "load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant",
     "llm_int8_skip_modules",
 )  # fmt: skip
+# Models whose vision tower's parameters are counted, and what they are counted from.
+TOWERS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
+VISION = (
+    "model_type", "hidden_size", "intermediate_size", "depth", "patch_size", "temporal_patch_size", "in_channels",
+    "out_hidden_size", "spatial_merge_size", "num_position_embeddings", "deepstack_visual_indexes", "num_hidden_layers",
+    "num_channels", "image_size",
+)  # fmt: skip
 
 
 class Fix(NamedTuple):
@@ -405,6 +412,8 @@ def slim(config: Mapping[str, Any]) -> Config:
             out[key] = [
                 {"attention": {k: v for k, v in block["attention"].items() if k in _BLOCK and v}} for block in value
             ]
+        elif key == "vision_config" and config.get("model_type") in TOWERS and isinstance(value, dict):
+            out[key] = {k: v for k, v in value.items() if k in VISION}
         elif key in NEEDED or not DROP.search(key):
             out[key] = slim(value) if isinstance(value, dict) else value
     return out

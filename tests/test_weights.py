@@ -108,6 +108,19 @@ def test_experts_that_do_not_divide() -> None:
     assert sizes[2] == sizes[3]
 
 
+def test_experts_in_one_tensor_are_cut_alike() -> None:
+    # Some checkpoints have all experts of a layer in one tensor, gate and up together, named like a module.
+    config = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 1}
+    one_by_one = parameters(config)
+    fused = (
+        *(t for t in one_by_one if "experts" not in t.name),
+        tensor("model.layers.N.mlp.experts.gate_up_proj", (4, 192, 64), "BF16", (0,)),
+        tensor("model.layers.N.mlp.experts.down_proj", (4, 64, 96), "BF16", (0,)),
+    )
+    for split in (Split(2), Split(4), Split(4, 1, True)):
+        assert per_rank(fused, config, split) == per_rank(one_by_one, config, split)
+
+
 def test_layers_that_draft_are_left_in_the_file() -> None:
     extra = tensor("model.layers.N.mlp.up_proj.weight", (96, 64), "BF16", (3,))
     tensors = (*parameters(TINY), extra)
@@ -165,6 +178,15 @@ def test_what_cannot_be_told_is_a_warning() -> None:
     result = sized("meta-llama/Llama-4-Scout-17B-16E-Instruct", tensor_parallel=4)
     assert "per_rank" not in (result.to_dict()["weights"] or {})
     assert any("weights on each rank unknown" in warning for warning in result.warnings)
+
+
+def test_partial_rows_do_not_pass_for_unquantised() -> None:
+    # The source of this row leaves out that the checkpoint is in FP8.
+    found = catalogue.find("deepseek-ai/DeepSeek-V3-0324")
+    assert not found.whole
+    result = sized("deepseek-ai/DeepSeek-V3-0324", tensor_parallel=8)
+    assert "per_rank" not in result.to_dict()["weights"]
+    assert any("not in the source of this configuration" in warning for warning in result.warnings)
 
 
 def test_one_rank_and_other_engines_have_none() -> None:
