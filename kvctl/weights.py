@@ -38,28 +38,45 @@ SHARDED = _names(
     "phi3 glm glm4 starcoder2 stablelm ernie4_5 seed_oss exaone4 arcee nemotron apertus hunyuan_v1_dense internlm3 "
     "mixtral qwen2_moe qwen3_moe olmoe phimoe granitemoe ernie4_5_moe glm4_moe minimax_m2 mellum gpt_oss "
     "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite axk1 qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h "
-    "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 deepseek_v32 glm_moe_dsa"
+    "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 deepseek_v32 glm_moe_dsa granitemoehybrid falcon_h1 lfm2 lfm2_moe "
+    "gpt_neox"
 )
 """Model types whose cuts were compared with vLLM's own classes."""
 
 # The last part of a module's name, and how it is cut: along outputs, inputs, the vocabulary, or not.
 _OUTPUTS = frozenset((
     "q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj",
-    "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "c_fc", "fc1", "linear_fc1", "input_linear", "qkv",
-    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj", "conv1d",
+    "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "c_fc", "fc1", "linear_fc1", "input_linear", "qkv", "query_key_value", "dense_h_to_4h",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj", "conv1d", "conv",
 ))  # fmt: skip
-_INPUTS = frozenset(("o_proj", "out_proj", "proj", "down_proj", "w2", "c_proj", "fc2", "linear_fc2", "output_linear"))
-_VOCABULARY = frozenset(("embed_tokens", "embeddings", "lm_head"))
+_INPUTS = frozenset(
+    (
+        "o_proj",
+        "out_proj",
+        "proj",
+        "down_proj",
+        "w2",
+        "c_proj",
+        "fc2",
+        "linear_fc2",
+        "output_linear",
+        "dense",
+        "dense_4h_to_h",
+    )
+)
+_VOCABULARY = frozenset(("embed_tokens", "embeddings", "embed_in", "embed_out", "lm_head"))
 _WHOLE = frozenset((
     "norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     "post_self_attn_layernorm", "post_mlp_layernorm", "attention_layernorm", "feedforward_layernorm",
     "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm", "query_layernorm", "key_layernorm", "act_fn",
     "gate", "router", "layer", "shared_expert_gate", "moe_statics", "q_a_proj", "kv_a_proj_with_mqa", "norm_f",
+    "final_layernorm", "final_layer_norm", "pre_ff_layernorm", "operator_norm", "ffn_norm", "embedding_norm", "q_layernorm", "k_layernorm",
     "norm1", "norm2", "layer_norm1", "layer_norm2", "post_layernorm", "pos_embed", "position_embedding",
     "fc1_latent_proj", "fc2_latent_proj", "patch_embedding", "patch_embed", "mm_soft_emb_norm", "multi_modal_projector",
 ))  # fmt: skip
 # Vectors of recurrent layers, one value or more a head.
 _BY_HEAD = frozenset(("A_log", "D", "dt_bias", "sinks"))
+_RECURRENT = frozenset(("mixer", "mamba"))
 _VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
 _HEADS = {
     "q_proj": "query",
@@ -150,12 +167,17 @@ class _Cut:
                               hint="without parallel sizes, the total is known")  # fmt: skip
         self.layers = layer_count(f)
         self.query = f.number("num_attention_heads")
+        if self.query % split.tensor:
+            raise UsageError(f"vLLM does not spread {self.query} attention heads over {split.tensor} ranks",
+                             hint="name a tensor-parallel size that divides them")  # fmt: skip
         self.kv = f.optional_number("num_key_value_heads") or self.query
         self.tied = tied(root, f)
         self.states = None
-        if f.type == "nemotron_h":
-            inner, groups = f.number("mamba_num_heads") * f.number("mamba_head_dim"), f.number("n_groups")
-            self.states = (f.number("mamba_num_heads"), inner, groups, groups * f.number("ssm_state_size"))
+        if f.type in ("nemotron_h", "granitemoehybrid", "falcon_h1"):
+            from kvctl.parameters.hybrid import mamba2_sizes
+
+            sizes = mamba2_sizes(f)
+            self.states = (sizes.heads, sizes.inner, sizes.groups, sizes.groups * sizes.state)
         if split.pipeline > 1 and any(_VISION & {*t.name.split(".")} for t in tensors):
             raise ConfigError("which pipeline stages have the vision tower is not known to kvctl")
         self.shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -180,7 +202,7 @@ class _Cut:
             vision = self.split.pipeline == 1  # one stage has them all
             return len(tensor.layers) if vision else sum(layer in layers for layer in tensor.layers)
         first, last = stage == 0, stage == self.split.pipeline - 1
-        if "embed_tokens" in tensor.name or tensor.name.startswith("backbone.embeddings"):
+        if any(name in tensor.name for name in ("embed_tokens", "backbone.embeddings", "embed_in")):
             # A tied head reads the embeddings on the last stage too.
             return int(first or (last and self.tied))
         return int(last)
@@ -200,11 +222,11 @@ class _Cut:
             name, part = next((n, part.removeprefix(n).lstrip("_") or "weight") for n in _EXPERTS if part.startswith(n))
         if part.startswith(_BITSANDBYTES) or "quant_state" in part:
             raise ConfigError("vLLM 0.32 loads no bitsandbytes weights", hint="drop --tensor-parallel-size")
-        if part == "e_score_correction_bias":
+        if part in ("e_score_correction_bias", "expert_bias"):
             return tensor.bytes * tensor.each
         if name == "gate" and part == "weight" and self.type in _WIDE_ROUTERS:
             return tensor.elements * 4
-        routed = "experts" in path or (tensor.each == 1 and len(tensor.shape) == 3)
+        routed = "experts" in path or ("block_sparse_moe" in path and len(tensor.shape) == 3)
         loaded = self._loaded(tensor, name, part, routed)
         if routed and self.split.expert:
             count = tensor.each if tensor.each > 1 else tensor.shape[0]
@@ -242,7 +264,7 @@ class _Cut:
         norm = _CUT_NORMS.get((self.type, name))
         if norm is not None or part == "sinks":
             return self._by_heads(tensor, norm or "query", size, ranks)
-        if part in _BY_HEAD or (name == "norm" and ".mixer." in tensor.name):
+        if part in _BY_HEAD or (name == "norm" and _RECURRENT & {*tensor.name.split(".")}):
             return _even(tensor, size, ranks)
         if name in _WHOLE or part in _SCALARS or part == "weight_shape" or tensor.elements == 1 or not size:
             return size
@@ -261,6 +283,9 @@ class _Cut:
             return _by_parts(tensor, joined, size, ranks)
         if name in _HEADS and not _VISION & {*tensor.name.split(".")}:
             return self._by_heads(tensor, _HEADS[name], size, ranks)
+        if part == "weight" and len(tensor.shape) == 2:
+            rows, columns = tensor.shape
+            _even(tensor, (rows // 2 if name == "gate_up_proj" else rows) if name in _OUTPUTS else columns, ranks)
         biases = 0
         if part == "qweight" and routed and f"{tensor.module}.g_idx" in self.shapes:
             # vLLM gives GPTQ's experts biases, 16 bits each.
@@ -271,13 +296,13 @@ class _Cut:
         """Layers of one matrix for several things, each cut for itself."""
         if name == "qkv_proj":
             return (self.query, self.query, False), (2 * self.kv, self.kv, True)
-        if self.states is None or ".mixer." not in path:
+        if self.states is None or not _RECURRENT & {*path.split(".")}:
             return ()
         heads, inner, groups, width = self.states
         if name == "conv1d":
-            return (inner, heads, False), (2 * width, groups, True)
+            return (inner, heads, False), (2 * width, groups, groups == 1)
         if name == "in_proj":
-            return (2 * inner, heads, False), (2 * width, groups, True), (heads, heads, False)
+            return (2 * inner, heads, False), (2 * width, groups, groups == 1), (heads, heads, False)
         return ()
 
     def _by_heads(self, tensor: Tensor, kind: str, size: int, ranks: int) -> int:

@@ -66,8 +66,11 @@ def test_by_hand() -> None:
 
 
 def test_heads_are_not_cut() -> None:
-    with pytest.raises(UsageError, match="into 3 equal parts"):
+    with pytest.raises(UsageError, match="8 attention heads over 3 ranks"):
         per_rank(parameters(TINY), TINY, Split(3))
+    odd = {**TINY, "intermediate_size": 90}
+    with pytest.raises(UsageError, match="into 4 equal parts"):
+        per_rank(parameters(odd), odd, Split(4))
 
 
 @pytest.mark.parametrize(

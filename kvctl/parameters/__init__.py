@@ -27,6 +27,10 @@ _WRITERS = {
     "latent:latent": "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite axk1 deepseek_v32 glm_moe_dsa",
     "hybrid:gated_delta": "qwen3_next qwen3_5_text qwen3_5_moe_text",
     "hybrid:nemotron_h": "nemotron_h",
+    "hybrid:granite_hybrid": "granitemoehybrid",
+    "hybrid:falcon_h1": "falcon_h1",
+    "hybrid:lfm2": "lfm2 lfm2_moe",
+    "hybrid:gpt_neox": "gpt_neox",
     "vision:qwen3_vl": "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     "vision:gemma3": "gemma3",
 }
@@ -69,6 +73,8 @@ def write(model: Model, writer: str) -> None:
 
 def tied(root: Fields, text: Fields) -> bool:
     """Whether the head reads the embeddings."""
+    if "tie_embedding" in text.raw:  # LFM2's name for it
+        return text.flag("tie_embedding")
     return root.flag("tie_word_embeddings") if "tie_word_embeddings" in root.raw else text.flag(
         "tie_word_embeddings", default=True)  # fmt: skip
 
@@ -118,11 +124,11 @@ class Model:
         if bias:
             self.add(name + ".bias", length, layers=layers or ())
 
-    def embeddings(self, head_bias: bool = False, name: str = "model.embed_tokens") -> None:
+    def embeddings(self, head_bias: bool = False, name: str = "model.embed_tokens", head: str = "lm_head") -> None:
         """The vocabulary's rows, and the head's where it has its own."""
         vocabulary = self.size("vocab_size")
         self.add(name + ".weight", vocabulary, self.hidden)
         if not tied(self.root, self.f):
-            self.add("lm_head.weight", vocabulary, self.hidden)
+            self.add(head + ".weight", vocabulary, self.hidden)
         if head_bias:
             self.add("lm_head.bias", vocabulary)

@@ -110,8 +110,10 @@ def dense(m: Model) -> None:
         mlp(m, t.mlp, rest, m.size("intermediate_size"), m.flag(t.mlp_bias))
 
 
-def attention(m: Model, t: Dense, layers: Layers, prefix: str = LAYER + "self_attn.") -> None:
+def attention(m: Model, t: Dense, layers: Layers, prefix: str = LAYER + "self_attn.", out: str = "o_proj") -> None:
     """Projections of queries, keys, values and the output, with norms."""
+    if not layers:
+        return
     f = m.f
     heads = m.size("num_attention_heads")
     kv = f.optional_number("num_key_value_heads")
@@ -127,7 +129,7 @@ def attention(m: Model, t: Dense, layers: Layers, prefix: str = LAYER + "self_at
         m.linear(prefix + "q_proj", t.gate * heads * dim, m.hidden, layers, bias)
         m.linear(prefix + "k_proj", kv * dim, m.hidden, layers, bias)
         m.linear(prefix + "v_proj", kv * dim, m.hidden, layers, bias)
-    m.linear(prefix + "o_proj", m.hidden, heads * dim, layers, o_bias)
+    m.linear(prefix + out, m.hidden, heads * dim, layers, o_bias)
     if m.f.type == "gpt_oss":
         m.add(prefix + "sinks", heads, layers=layers)
     if not t.qk or (t.qk_key and not f.flag(t.qk_key)):
