@@ -49,6 +49,19 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
     return (*(ctx for ctx in DEFAULT_CONTEXTS if ctx < limit), limit)
 
 
+def needs_tensors(plan: SizePlan) -> bool:
+    """Whether an answer rests on single tensors, and `kvctl.sources.tensors.attach` should read their headers first."""
+    return plan.weights_dtype is not None or _split(plan)[:2] != (1, 1)
+
+
+def _split(plan: SizePlan) -> tuple[int, int, bool]:
+    """Tensor and pipeline parallelism, and whether experts are spread, where the engine's cuts are known."""
+    serving = plan.serving
+    if plan.engine.name != "vllm":
+        return 1, 1, False
+    return serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel
+
+
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
     warnings: list[str] = []
@@ -163,17 +176,13 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
 
 def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str]) -> WeightsInfo | None:
     """The weights as they are stored; by rank and in another format where that is asked."""
-    serving = plan.serving
-    split = (serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel)
-    if plan.engine.name != "vllm":
-        split = (1, 1, False)  # how others cut them is not known
-    if plan.weights_dtype is None and split[:2] == (1, 1):
+    if not needs_tensors(plan):
         if spec.weights is None:
             return None
         return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
     from kvctl import weigh
 
-    return weigh.weigh(spec, split, dtype, plan.weights_dtype, warnings)
+    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings)
 
 
 def _stored_in(spec: ModelSpec) -> str | None:

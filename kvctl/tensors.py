@@ -67,6 +67,31 @@ class Tensor(Record):
         return self.name.rpartition(".")[0]
 
 
+VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
+"""Parts of names beside the language model: their blocks are numbered for themselves."""
+
+
+def of_vision(tensor: Tensor) -> bool:
+    return bool(VISION & {*tensor.name.split(".")})
+
+
+def without_drafts(tensors: Iterable[Tensor], layers: int) -> tuple[tuple[Tensor, ...], int]:
+    """A model's tensors without layers past its last, which draft tokens ahead, and the bytes of those."""
+    kept: list[Tensor] = []
+    left = 0
+    for tensor in tensors:
+        stay = tensor.layers if of_vision(tensor) else tuple(layer for layer in tensor.layers if layer < layers)
+        if tensor.name.startswith("mtp.") or (tensor.layers and not stay):
+            left += tensor.total
+        elif stay == tensor.layers:
+            kept.append(tensor)
+        else:
+            shorter = tensor.replace(layers=stay)
+            kept.append(shorter)
+            left += tensor.total - shorter.total
+    return tuple(kept), left
+
+
 def stored(shape: Iterable[int], dtype: str) -> int:
     """Bytes of a tensor."""
     bits = BITS[dtype]

@@ -8,7 +8,7 @@ from kvctl.errors import ConfigError, KvctlError
 from kvctl.formats import DType
 from kvctl.reports import WeightsInfo
 from kvctl.spec import ModelSpec
-from kvctl.tensors import Tensor
+from kvctl.tensors import Tensor, without_drafts
 
 if TYPE_CHECKING:
     from kvctl.weights import Split
@@ -55,9 +55,10 @@ def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) ->
     fmt = weight_format(name)
     plain = spec.tensors is not None and all(tensor.dtype in _FLOATS for tensor in spec.tensors)
     base = spec.tensors if plain and spec.tensors is not None else _from_config(spec, dtype)
-    tensors, notes = convert(_loaded(base, spec), fmt)
+    base, _ = without_drafts(base, len(spec.layers))  # a converted model has no drafting layers
+    tensors, notes = convert(base, fmt)
     warnings += [f"--weights-dtype {fmt.name}: {note}" for note in notes]
-    parameters = sum(tensor.elements * tensor.count for tensor in _loaded(base, spec))
+    parameters = sum(tensor.elements * tensor.count for tensor in base)
     where = "its tensors" if plain else "its configuration"
     info = WeightsInfo(
         sum(tensor.total for tensor in tensors),
@@ -67,14 +68,6 @@ def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) ->
         f"{fmt.name}: {fmt.title}",
     )
     return info, tensors
-
-
-def _loaded(tensors: tuple[Tensor, ...], spec: ModelSpec) -> tuple[Tensor, ...]:
-    """Without layers that only draft tokens ahead: a converted model has them no more."""
-    return tuple(
-        tensor for tensor in tensors
-        if not tensor.name.startswith("mtp.") and not (tensor.layers and min(tensor.layers) >= len(spec.layers))
-    )  # fmt: skip
 
 
 def _as_they_are(

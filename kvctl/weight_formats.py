@@ -23,7 +23,7 @@ _LINEAR = frozenset((
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "c_fc", "c_proj",
 ))  # fmt: skip
-_ROUTERS = frozenset(("gate", "router", "layer"))
+_FLOAT32 = frozenset(("A_log", "e_score_correction_bias", "expert_bias"))
 
 
 class WeightFormat(Record):
@@ -249,8 +249,8 @@ def convert(
 
 
 def _plain(t: Tensor, dtype: str) -> Tensor:
-    """A tensor in another unquantised dtype; float32 vectors (corrections, decays) stay what they are."""
-    if not dtype or t.dtype not in ("BF16", "F16", "F32") or (t.dtype == "F32" and len(t.shape) < 2 and dtype != "F32"):
+    """A tensor in another unquantised dtype; what engines keep in float32 (corrections, decays) stays."""
+    if not dtype or t.dtype not in ("BF16", "F16", "F32") or t.name.rpartition(".")[2] in _FLOAT32:
         return t
     return tensor(t.name, t.shape, dtype, t.layers, t.each)
 

@@ -24,7 +24,7 @@ from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.parameters import layer_count, tied
 from kvctl.record import Record
-from kvctl.tensors import Tensor
+from kvctl.tensors import Tensor, of_vision, without_drafts
 
 VOCABULARY_PADDING = 64
 
@@ -77,7 +77,6 @@ _WHOLE = frozenset((
 # Vectors of recurrent layers, one value or more a head.
 _BY_HEAD = frozenset(("A_log", "D", "dt_bias", "sinks"))
 _RECURRENT = frozenset(("mixer", "mamba"))
-_VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
 _HEADS = {
     "q_proj": "query",
     "q_b_proj": "query",
@@ -127,9 +126,7 @@ def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split)
     cut = _Cut(tensors, config, split)
     stages = [stage_layers(cut.layers, split.pipeline, stage) for stage in range(split.pipeline)]
     ranks = [[0] * split.tensor for _ in stages]
-    for tensor in tensors:
-        if not cut.loads(tensor):
-            continue
+    for tensor in cut.tensors:
         shares = [cut.share(tensor, rank) for rank in range(split.tensor)]
         for stage, layers in enumerate(stages):
             times = cut.times(tensor, layers, stage)
@@ -140,8 +137,7 @@ def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split)
 
 def left_in_file(tensors: Sequence[Tensor], config: Mapping[str, Any]) -> int:
     """Bytes of a checkpoint that vLLM does not load: layers for drafting, a head that is tied."""
-    cut = _Cut(tensors, config, Split())
-    return sum(tensor.total for tensor in tensors if not cut.loads(tensor))
+    return _Cut(tensors, config, Split()).left
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
@@ -178,9 +174,13 @@ class _Cut:
 
             sizes = mamba2_sizes(f)
             self.states = (sizes.heads, sizes.inner, sizes.groups, sizes.groups * sizes.state)
-        if split.pipeline > 1 and any(_VISION & {*t.name.split(".")} for t in tensors):
+        if split.pipeline > 1 and any(map(of_vision, tensors)):
             raise ConfigError("which pipeline stages have the vision tower is not known to kvctl")
-        self.shapes = {tensor.name: tensor.shape for tensor in tensors}
+        self.tensors, self.left = without_drafts(tensors, self.layers)
+        if self.tied:
+            self.left += sum(tensor.total for tensor in self.tensors if tensor.name == "lm_head.weight")
+            self.tensors = tuple(tensor for tensor in self.tensors if tensor.name != "lm_head.weight")
+        self.shapes = {tensor.name: tensor.shape for tensor in self.tensors}
         facts = config.get("quantization_config")
         facts = facts if isinstance(facts, Mapping) else {}
         if facts.get("desc_act"):
@@ -188,19 +188,10 @@ class _Cut:
         block = facts.get("weight_block_size")
         self.block = block if isinstance(block, list) and len(block) == 2 else [128, 128]
 
-    def loads(self, tensor: Tensor) -> bool:
-        """Whether vLLM loads a tensor; layers past the last only draft tokens ahead."""
-        if tensor.name.startswith("mtp."):
-            return False
-        if tensor.layers and min(tensor.layers) >= self.layers and not _VISION & {*tensor.name.split(".")}:
-            return False
-        return not (self.tied and tensor.name == "lm_head.weight")
-
     def times(self, tensor: Tensor, layers: range, stage: int) -> int:
         """How many layers of a stage have a tensor; for others whether the stage has it."""
         if tensor.layers:
-            vision = self.split.pipeline == 1  # one stage has them all
-            return len(tensor.layers) if vision else sum(layer in layers for layer in tensor.layers)
+            return len(tensor.layers) if of_vision(tensor) else sum(layer in layers for layer in tensor.layers)
         first, last = stage == 0, stage == self.split.pipeline - 1
         if any(name in tensor.name for name in ("embed_tokens", "backbone.embeddings", "embed_in")):
             # A tied head reads the embeddings on the last stage too.
@@ -281,7 +272,7 @@ class _Cut:
         joined = self._joined(name, tensor.name)
         if joined:
             return _by_parts(tensor, joined, size, ranks)
-        if name in _HEADS and not _VISION & {*tensor.name.split(".")}:
+        if name in _HEADS and not of_vision(tensor):
             return self._by_heads(tensor, _HEADS[name], size, ranks)
         if part == "weight" and len(tensor.shape) == 2:
             rows, columns = tensor.shape

@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 from fake_hub import FakeHub
 
+from kvctl.allocation import Serving
+from kvctl.engines import engine
 from kvctl.errors import ConfigError
 from kvctl.model import build_spec
 from kvctl.parameters import parameters
+from kvctl.size import SizePlan, needs_tensors, size
 from kvctl.sources import Found, resolve, safetensors
 from kvctl.sources import tensors as source
 from kvctl.spec import ModelSpec, Provenance
 from kvctl.tensors import Tensor, grouped, stored
+from kvctl.weight_formats import convert, weight_format
 
 TOKEN = "hf_" + "Secret" * 5
 CONFIG = {
@@ -252,3 +256,70 @@ def test_hub_too_many_files(hub: FakeHub) -> None:
     bad = {"weight_map": {"t": "../../etc/passwd"}}
     hub.add("org/other", CONFIG, files={safetensors.INDEX: json.dumps(bad).encode()})
     assert "names no files" in spec_of("org/other").notes[-1]
+
+
+# -- what is made of them --------------------------------------------------------------------------
+
+
+def weighed(spec: ModelSpec, **options: Any) -> Any:
+    plan = SizePlan(engine("vllm"), contexts=(64,), **options)
+    assert needs_tensors(plan)
+    return size(source.attach(spec), 64, plan)
+
+
+def in_folder(folder: Path, config: dict[str, Any], tensors: tuple[Tensor, ...]) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, data in files(tensors).items():
+        # Sparse: as long as the real file, so that its header is believed.
+        with open(folder / name, "wb") as file:
+            file.write(data)
+            file.truncate(len(data) + sum(t.total for t in tensors))
+    return build_spec(resolve(str(folder)))
+
+
+def test_ranks_from_headers(tmp_path: Path) -> None:
+    result = weighed(in_folder(tmp_path, CONFIG, parameters(CONFIG)), serving=Serving(tensor_parallel=2))
+    weights = result.to_dict()["weights"]
+    assert weights["source"] == "safetensors headers"
+    assert weights["bytes"] == sum(t.total for t in parameters(CONFIG))
+    # Half of the linear layers, whole norms, 64 of the vocabulary's 128 padded rows (as in test_weights.py).
+    half = 3 * ((2 * 4096 + 2 * 1024 + 3 * 6144) // 2 + 2 * 64) + 64 + 2 * 64 * 64
+    assert weights["per_rank"] == [2 * half] * 2
+
+
+def test_float32_weights_are_loaded_in_the_dtype_of_the_engine(tmp_path: Path) -> None:
+    config = {**CONFIG, "dtype": "float32"}
+    result = weighed(in_folder(tmp_path, config, parameters(config, "F32")), serving=Serving(tensor_parallel=2))
+    weights = result.to_dict()["weights"]
+    assert weights["bytes"] == 2 * sum(t.total for t in parameters(CONFIG))
+    half = 3 * ((2 * 4096 + 2 * 1024 + 3 * 6144) // 2 + 2 * 64) + 64 + 2 * 64 * 64
+    assert weights["per_rank"] == [2 * half] * 2
+
+
+def test_ranks_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    wide = {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    facts = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    config = {**wide, "dtype": "float16", "quantization_config": facts}
+    tensors, _ = convert(parameters(wide), weight_format("awq"))
+    result = weighed(in_folder(tmp_path, config, tensors), serving=Serving(tensor_parallel=2))
+    weights = result.to_dict()["weights"]
+    # n weights of 4 bits, with a 16-bit scale and a 4-bit zero for 128 of them; all of it halves.
+    count = 3 * (2 * 256 * 256 + 2 * 64 * 256 + 3 * 512 * 256)
+    packed = count // 2 + count // 128 * 2 + count // 256
+    rest = 2 * (3 * 2 * 256 + 256)
+    assert weights["bytes"] == packed + rest + 2 * 2 * 100 * 256
+    assert weights["per_rank"] == [packed // 2 + rest + 2 * 2 * 64 * 256] * 2
+    assert weights["scheme"] == "awq, 4 bits in groups of 128"
+    # A what-if starts from the configuration: what is quantised cannot be taken for the original.
+    other = weighed(in_folder(tmp_path, config, tensors), weights_dtype="fp16").to_dict()["weights"]
+    assert other["bytes"] == sum(t.total for t in parameters(wide))
+
+
+def test_what_if_from_headers(tmp_path: Path) -> None:
+    # A drafting layer in the file is not converted, and not counted.
+    extra = Tensor("model.layers.N.mlp.up_proj.weight", "BF16", (96, 64), 2 * 96 * 64, (3,))
+    spec = in_folder(tmp_path, CONFIG, (*parameters(CONFIG), extra))
+    weights = weighed(spec, weights_dtype="fp8").to_dict()["weights"]
+    linear = 3 * (2 * 4096 + 2 * 1024 + 3 * 6144)
+    assert weights["bytes"] == linear + 4 * 21 + 2 * (3 * 2 * 64 + 64 + 2 * 100 * 64)
+    assert weights["source"] == "what if, from its tensors"
