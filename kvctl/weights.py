@@ -39,7 +39,7 @@ SHARDED = _names(
     "mixtral qwen2_moe qwen3_moe olmoe phimoe granitemoe ernie4_5_moe glm4_moe minimax_m2 mellum gpt_oss "
     "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite axk1 qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h "
     "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 deepseek_v32 glm_moe_dsa granitemoehybrid falcon_h1 lfm2 lfm2_moe "
-    "gpt_neox"
+    "gpt_neox qwen2_vl qwen2_5_vl"
 )
 """Model types whose cuts were compared with vLLM's own classes."""
 
@@ -71,7 +71,7 @@ _WHOLE = frozenset((
     "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm", "query_layernorm", "key_layernorm", "act_fn",
     "gate", "router", "layer", "shared_expert_gate", "moe_statics", "q_a_proj", "kv_a_proj_with_mqa", "norm_f",
     "final_layernorm", "final_layer_norm", "pre_ff_layernorm", "operator_norm", "ffn_norm", "embedding_norm", "q_layernorm", "k_layernorm",
-    "norm1", "norm2", "layer_norm1", "layer_norm2", "post_layernorm", "pos_embed", "position_embedding",
+    "norm1", "norm2", "ln_q", "layer_norm1", "layer_norm2", "post_layernorm", "pos_embed", "position_embedding",
     "fc1_latent_proj", "fc2_latent_proj", "patch_embedding", "patch_embed", "mm_soft_emb_norm", "multi_modal_projector",
 ))  # fmt: skip
 # Vectors of recurrent layers, one value or more a head.
@@ -169,6 +169,11 @@ class _Cut:
         self.kv = f.optional_number("num_key_value_heads") or self.query
         self.tied = tied(root, f)
         self.states = None
+        self.merged = 0
+        if root.type in ("qwen2_vl", "qwen2_5_vl"):
+            vision = root.section("vision_config")
+            width = vision.number("embed_dim" if root.type == "qwen2_vl" else "hidden_size")
+            self.merged = width * vision.number("spatial_merge_size") ** 2
         if f.type in ("nemotron_h", "granitemoehybrid", "falcon_h1"):
             from kvctl.parameters.hybrid import mamba2_sizes
 
@@ -204,6 +209,8 @@ class _Cut:
         name, part = path[-2] if len(path) > 1 else path[0], path[-1]
         if "patch_embed" in path:
             name = "patch_embed"
+        if "merger" in path and name == "N":  # a square layer cut along its outputs, then one along its inputs
+            return self._merger(tensor, part)
         if "indexer" in path:
             if part.startswith(("weight_", "q", "scales")):
                 raise ConfigError("how vLLM loads a quantised indexer is not known to kvctl")
@@ -224,6 +231,15 @@ class _Cut:
             local = count // self.split.tensor + (rank < count % self.split.tensor)
             return self._one(tensor, name, part, loaded, routed, 1) * tensor.each // count * local
         return tensor.each * self._one(tensor, name, part, loaded, routed, self.split.tensor)
+
+    def _merger(self, tensor: Tensor, part: str) -> int:
+        """Both layers of Qwen2-VL's merger, where their shapes are equal; the second's bias is whole."""
+        ranks = self.split.tensor
+        if part != "bias":
+            return tensor.each * _even(tensor, tensor.bytes, ranks)
+        if tensor.each == 2:
+            return _even(tensor, tensor.bytes, ranks) + tensor.bytes
+        return _even(tensor, tensor.bytes, ranks) if tensor.shape[0] == self.merged else tensor.bytes
 
     def _loaded(self, tensor: Tensor, name: str, part: str, routed: bool) -> int:
         """Bytes of a tensor as vLLM keeps it, where that differs from the file."""

@@ -87,11 +87,11 @@ QUANTIZATION = (
     "llm_int8_skip_modules",
 )  # fmt: skip
 # Models whose vision tower's parameters are counted, and what they are counted from.
-TOWERS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
 VISION = (
     "model_type", "hidden_size", "intermediate_size", "depth", "patch_size", "temporal_patch_size", "in_channels",
     "out_hidden_size", "spatial_merge_size", "num_position_embeddings", "deepstack_visual_indexes", "num_hidden_layers",
-    "num_channels", "image_size",
+    "num_channels", "image_size", "embed_dim", "mlp_ratio", "in_chans",
 )  # fmt: skip
 
 

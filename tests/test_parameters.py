@@ -122,7 +122,7 @@ SMALL = {
 FLAGS = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias", "lm_head_bias",
          "use_qk_norm", "tie_word_embeddings")  # fmt: skip
 LIVE = sorted({*DENSE, "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen3_next",
-               "qwen3_5_text", "qwen3_5_moe_text"} - {"qwen3_vl_text", "qwen3_vl_moe_text", "glm_moe_dsa"})  # fmt: skip
+               "qwen3_5_text", "qwen3_5_moe_text"} - {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm_moe_dsa"})  # fmt: skip
 
 
 @pytest.mark.engine

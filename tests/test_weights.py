@@ -124,6 +124,21 @@ def test_experts_in_one_tensor_are_cut_alike() -> None:
         assert per_rank(fused, config, split) == per_rank(one_by_one, config, split)
 
 
+def test_the_merger_of_qwen2_5_vl_where_its_two_layers_are_alike() -> None:
+    # Vision: one block of width 8, patches of 2 × 1 × 2 × 2, a merger from 32 to 32, as in the 32B model's proportions.
+    vision = {"hidden_size": 8, "out_hidden_size": 32, "intermediate_size": 16, "depth": 1, "patch_size": 2,
+              "temporal_patch_size": 2, "in_channels": 3, "spatial_merge_size": 2}  # fmt: skip
+    text = {key: value for key, value in TINY.items() if key not in ("model_type", "tie_word_embeddings")}
+    config = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    whole, halves = per_rank(parameters(config), config, Split(1))[0], per_rank(parameters(config), config, Split(2))
+    # Cut in two: the text model's linear layers, biases (64 + 2 × 16) and vocabulary; the block's five weights and the
+    # biases of qkv, gate and up; the merger's two weights and its first bias.
+    block = 3 * 64 + 64 + 3 * 128 + 24 + 2 * 16
+    merger = 2 * 32 * 32 + 32
+    text_part = 3 * (2 * 4096 + 2 * 1024 + 3 * 6144 + 96) + 2 * 128 * 64
+    assert halves == (whole - (text_part + block + merger),) * 2
+
+
 def test_layers_that_draft_are_left_in_the_file() -> None:
     extra = tensor("model.layers.N.mlp.up_proj.weight", (96, 64), "BF16", (3,))
     tensors = (*parameters(TINY), extra)

@@ -33,6 +33,7 @@ _WRITERS = {
     "hybrid:gpt_neox": "gpt_neox",
     "vision:qwen3_vl": "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     "vision:gemma3": "gemma3",
+    "vision:qwen2_vl": "qwen2_vl qwen2_5_vl",
 }
 _WRITER_OF = {name: writer for writer, names in _WRITERS.items() for name in names.split()}
 

@@ -82,6 +82,8 @@ DENSE: dict[str, Dense] = {
     "ernie4_5_moe": Dense("use_bias", "use_bias", "use_bias", head_bias="use_bias", moe="ernie"),
     "glm4_moe": Dense(qkv_bias="attention_bias", qk="head", qk_key="use_qk_norm", moe="deepseek"),
     "minimax_m2": Dense(qk="full", moe="minimax"),
+    "qwen2_vl_text": Dense(qkv_bias="yes"),
+    "qwen2_5_vl_text": Dense(qkv_bias="yes"),
     "qwen3_vl_text": _MOE._replace(qk="head"),
     "qwen3_vl_moe_text": _MOE._replace(qk="head", moe="qwen3"),
     "mellum": _MOE._replace(qk="head", moe="mellum"),

@@ -7,6 +7,7 @@ from kvctl.families.fields import Fields
 from kvctl.parameters import Layers, Model, write
 
 _LANGUAGE = {"qwen3_vl_text": "dense:dense", "qwen3_vl_moe_text": "dense:dense", "gemma3_text": "dense:dense",
+             "qwen2_vl_text": "dense:dense", "qwen2_5_vl_text": "dense:dense",
              "qwen3_5_text": "hybrid:gated_delta", "qwen3_5_moe_text": "hybrid:gated_delta"}  # fmt: skip
 
 
@@ -55,6 +56,42 @@ def qwen3_vl(m: Model) -> None:
     deep = v.entries("deepstack_visual_indexes") or []
     if deep:
         _merger(m, prefix + "deepstack_merger_list.N.", merged, merged, out, len(deep))
+
+
+def qwen2_vl(m: Model) -> None:
+    """Qwen2-VL and Qwen2.5-VL: blocks over patches and one merger, a norm and two layers."""
+    _language(m)
+    v = _tower(m)
+    newer = m.root.type == "qwen2_5_vl"
+    hidden = v.number("hidden_size" if newer else "embed_dim")
+    out = v.number("out_hidden_size" if newer else "hidden_size")
+    patch, time = v.number("patch_size"), v.number("temporal_patch_size")
+    colours = v.optional_number("in_channels") or v.number("in_chans")
+    merged = hidden * v.number("spatial_merge_size") ** 2
+    blocks: Layers = tuple(range(v.layers("depth")))
+    prefix = "model.visual."
+    m.add(prefix + "patch_embed.proj.weight", hidden, colours, time, patch, patch)
+    block = prefix + "blocks.N."
+    for name in ("norm1", "norm2"):
+        m.norm(block + name, hidden, blocks, bias=not newer)
+    m.linear(block + "attn.qkv", 3 * hidden, hidden, blocks, bias=True)
+    m.linear(block + "attn.proj", hidden, hidden, blocks, bias=True)
+    if newer:
+        width = v.number("intermediate_size")
+        for name, shape in (
+            ("gate_proj", (width, hidden)),
+            ("up_proj", (width, hidden)),
+            ("down_proj", (hidden, width)),
+        ):
+            m.linear(f"{block}mlp.{name}", *shape, blocks, bias=True)
+    else:
+        width = hidden * v.number("mlp_ratio")
+        m.linear(block + "mlp.fc1", width, hidden, blocks, bias=True)
+        m.linear(block + "mlp.fc2", hidden, width, blocks, bias=True)
+    m.norm(prefix + "merger.ln_q", hidden, bias=not newer)
+    for rows, count in ((merged, 1), (out, 1)) if merged != out else ((merged, 2),):
+        m.add(prefix + "merger.mlp.N.weight", rows, merged, each=count)
+        m.add(prefix + "merger.mlp.N.bias", rows, each=count)
 
 
 def _merger(m: Model, prefix: str, norm: int, merged: int, out: int, count: int) -> None:
