@@ -97,6 +97,17 @@ def _search(expression: str, name: str) -> bool:
         raise ConfigError(f"quantization_config has a pattern that cannot be read: {expression[:60]!r}") from None
 
 
+def facts_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a configuration says of quantisation, at the top or in its language model's part."""
+    facts, text = config.get("quantization_config"), config.get("text_config")
+    if facts is None and isinstance(text, Mapping):
+        facts = text.get("quantization_config")
+    if facts is not None and not isinstance(facts, Mapping):
+        raise ConfigError("quantization_config is not an object")
+    inner = None if facts is None else facts.get("quantization")
+    return {**inner, **facts} if isinstance(inner, Mapping) and facts is not None else facts
+
+
 def scheme(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme that a configuration names; None where its weights are not quantised.
 
@@ -104,16 +115,9 @@ def scheme(config: Mapping[str, Any]) -> Scheme | None:
         ConfigError: it names one that is not known.
 
     """
-    facts = config.get("quantization_config")
-    if facts is None and isinstance(config.get("text_config"), Mapping):
-        facts = config["text_config"].get("quantization_config")
+    facts = facts_of(config)
     if facts is None:
         return None
-    if not isinstance(facts, Mapping):
-        raise ConfigError("quantization_config is not an object")
-    inner = facts.get("quantization")
-    if isinstance(inner, Mapping):
-        facts = {**inner, **facts}
     method = facts.get("quant_method")
     if method is None and "quant_algo" in facts:
         method = "modelopt"

@@ -187,6 +187,8 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
 
 def _stored_in(spec: ModelSpec) -> str | None:
     """What the weights are stored in: the quantiser's name for it, else the dtype."""
+    if spec.weights is not None and "GGUF" in spec.weights.source:
+        return None  # every tensor of such a file has a type of its own
     facts = spec.config.get("quantization_config")
     if isinstance(facts, Mapping):
         method = facts.get("quant_method")

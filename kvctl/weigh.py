@@ -104,7 +104,8 @@ def _as_they_are(
     if tensors is not None and spec.tensors is None and (info is None or info.bytes is None):
         total = sum(tensor.total for tensor in tensors)
         parameters = weights.parameters if weights else None
-        how = "estimated: what its configuration implies" + (f", stored as {words}" if words else "")
+        how = "estimated: what its configuration implies"
+        warnings.append("the weights are estimated from the configuration: no file of them was read")
         info = WeightsInfo(total, parameters, how, stored, words)
     return info, tensors
 

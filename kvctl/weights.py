@@ -23,10 +23,12 @@ from kvctl.errors import ConfigError, UsageError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.parameters import layer_count, tied
+from kvctl.quantization import facts_of
 from kvctl.record import Record
 from kvctl.tensors import Tensor, of_vision, without_drafts
 
 VOCABULARY_PADDING = 64
+MOST_RANKS = 65_536
 
 
 def _names(text: str) -> frozenset[str]:
@@ -123,6 +125,8 @@ def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split)
         UsageError: it cannot be cut so.
 
     """
+    if split.ranks > MOST_RANKS:
+        raise UsageError(f"weights on {split.ranks:,} ranks: at most {MOST_RANKS:,} are told")
     cut = _Cut(tensors, config, split)
     stages = [stage_layers(cut.layers, split.pipeline, stage) for stage in range(split.pipeline)]
     ranks = [[0] * split.tensor for _ in stages]
@@ -186,12 +190,12 @@ class _Cut:
             self.left += sum(tensor.total for tensor in self.tensors if tensor.name == "lm_head.weight")
             self.tensors = tuple(tensor for tensor in self.tensors if tensor.name != "lm_head.weight")
         self.shapes = {tensor.name: tensor.shape for tensor in self.tensors}
-        facts = config.get("quantization_config")
-        facts = facts if isinstance(facts, Mapping) else {}
+        facts = facts_of(config) or {}
         if facts.get("desc_act"):
             raise ConfigError("how vLLM shards GPTQ with activation order (desc_act) is not known to kvctl")
         block = facts.get("weight_block_size")
-        self.block = block if isinstance(block, list) and len(block) == 2 else [128, 128]
+        whole = isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)
+        self.block = block if block is not None and whole else [128, 128]
 
     def times(self, tensor: Tensor, layers: range, stage: int) -> int:
         """How many layers of a stage have a tensor; for others whether the stage has it."""

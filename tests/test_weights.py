@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvctl.allocation import Serving
 from kvctl.engines import engine
@@ -247,3 +251,43 @@ def test_what_if_needs_the_parameters() -> None:
     spec = a_spec(missing, whole=False, source="catalogue")
     with pytest.raises(KvctlError, match="intermediate_size is not in the source"):
         what_if(spec, "awq")
+
+
+def test_nothing_of_it_is_loaded_unless_asked_for() -> None:
+    code = (
+        "import sys; from kvctl.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([name for name in sys.modules if name.startswith('kvctl.') and name.partition('.')[2].partition('.')[0]"
+        " in ('weigh', 'weights', 'weight_formats', 'quantization', 'parameters', 'tensors')], file=sys.stderr)"
+    )
+    arguments = ["size", "Qwen3-32B", "--engine", "vllm", "--ctx", "8k", "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+# -- hostile configurations ------------------------------------------------------------------------
+
+STRANGE = st.sampled_from(
+    [None, True, False, -1, 0, 1, 7, 2**40, 10**30, 0.5, 1e308, "", "x", [], [1], ["x"], {}, {"a": 1}]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(DATA["vllm"]), st.data())
+def test_strange_values_end_in_one_line(entry: dict[str, Any], data: st.DataObject) -> None:
+    config = json.loads(json.dumps(entry["config"]))
+    places = [config, *(value for value in config.values() if isinstance(value, dict))]
+    place = data.draw(st.sampled_from(places))
+    for key in data.draw(st.lists(st.sampled_from(sorted(place)), min_size=1, max_size=3)):
+        place[key] = data.draw(STRANGE)
+    told: KvctlError | None = None
+    try:
+        sizes = per_rank(as_stored(config), config, Split(2, 2))
+    except KvctlError as error:
+        told = error
+    assert "\n" not in told.message if told else all(size > 0 for size in sizes)
+
+
+def test_too_many_ranks() -> None:
+    with pytest.raises(UsageError, match="1,048,576 ranks"):
+        per_rank(parameters(TINY), TINY, Split(2**20))
