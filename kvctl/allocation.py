@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvctl.record import Record
@@ -16,8 +17,29 @@ class Serving(Record):
     """Bytes for the cache on each rank."""
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
+    """Stages that the layers are divided over."""
     expert_parallel: bool = False
     """Whether experts lie whole on the ranks, each on one."""
+    data_parallel: int | None = None
+    decode_context_parallel: int | None = None
+    prefill_context_parallel: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of every pipeline stage, where they are not divided evenly."""
+    num_blocks: int | None = None
+    """Blocks of the pool, whatever the budget."""
+    speculative: Mapping[str, Any] | None = None
+    """--speculative-config."""
+    draft: Any = None
+    """The ModelSpec of the draft model that it names."""
+    max_sequences: int | None = None
+    """Requests in a batch at most."""
+    utilization: float | None = None
+    """Share of a GPU's memory that the engine may take."""
+    offload: int | None = None
+    """Bytes of host memory for blocks that leave the GPU, over all ranks."""
+    async_scheduling: bool | None = None
+    mamba_cache_mode: str | None = None
+    gdn_prefill_backend: str | None = None
     block_size: int | None = None
     max_batched: int | None = None
     prefix_caching: bool | None = None
@@ -28,6 +50,14 @@ class Serving(Record):
     ubatch: int | None = None
     swa_full: bool = False
     flash_attention: bool | None = None
+    attention_dp: bool = False
+    """Whether every rank keeps whole heads, for requests of its own (TensorRT-LLM)."""
+    max_tokens: int | None = None
+    """Most tokens of TensorRT-LLM's cache, beside the budget."""
+    attention_windows: tuple[int, ...] | None = None
+    """TensorRT-LLM's max_attention_window: tokens that layers keep, repeated over them."""
+    second_manager: bool | None = None
+    """TensorRT-LLM's use_kv_cache_manager_v2."""
 
 
 class _Row(Record):

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import sys
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from kvctl import __version__
 from kvctl.commands.size import size
+from kvctl.engines.flags import FLAGS, Flag, given
 from kvctl.errors import ExitCode, KvctlError
 
 # A line on the screen, not a page of somebody's input.
@@ -46,11 +49,50 @@ def root(
 app.command()(size)
 
 
-def command() -> Any:
-    """The command tree. Typer's own completion installers are left out: completions/ has better scripts."""
-    tree = typer.main.get_command(app)
+def command(argv: Sequence[str] | None = None) -> Any:
+    """The command tree; with `argv`, only those of the engines' many flags that it names (for a fast start).
+
+    Typer's own completion installers are left out: completions/ has better scripts.
+    """
+    tree: Any = typer.main.get_command(app)
     tree.params = [param for param in tree.params if param.name not in ("install_completion", "show_completion")]
+    sized = tree.commands["size"]
+    place = 1 + next(index for index, param in enumerate(sized.params) if param.name == "engine_args")
+    words = None if argv is None else {word.partition("=")[0] for word in argv}
+    rows = [flag for flag in FLAGS if flag.spellings and (words is None or words & {*flag.spellings, *flag.off})]
+    sized.params[place:place] = [_engine_option(flag, words or ()) for flag in rows]
     return tree
+
+
+def _engine_option(flag: Flag, words: Collection[str]) -> Any:
+    """A row of the flags' table as an option; its value is gathered in the context."""
+    used = [name for name in (*flag.spellings, *flag.off) if name in words]
+
+    def keep(context: Any, param: Any, value: str | bool | None) -> None:
+        if value is not None:
+            spelling = used[0] if used else flag.spellings[0]
+            context.obj = (*(context.obj or ()), given(flag, spelling, value))
+
+    switch = flag.kind.read is None
+    names = list(flag.spellings)
+    if flag.off:
+        names = [f"{on}/{off}" for on, off in zip(names, flag.off, strict=False)] + names[len(flag.off) :]
+    option: Any = typer.core.TyperOption(
+        param_decls=[*names, flag.key],
+        callback=keep,
+        expose_value=False,
+        default=None,
+        metavar=None if switch else flag.kind.metavar,
+        is_flag=switch or None,
+        type=None if switch else str,
+        help=flag.help,
+        autocompletion=(
+            lambda _context, _args, incomplete: [c for c in flag.choices if c.startswith(incomplete.lower())]
+        )
+        if flag.choices
+        else None,
+    )
+    return option
 
 
 def main() -> NoReturn:
@@ -64,8 +106,10 @@ def run() -> int:
     # A closed stream is None here, and print() would then write to the other one.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    argv = sys.argv[1:]
+    whole = "_KVCTL_COMPLETE" in os.environ or "--help" in argv or "-h" in argv
     try:
-        code = command()(standalone_mode=False)
+        code = _run(None if whole else argv)
         sys.stdout.flush()
         if code == ExitCode.INTERRUPTED:  # Typer's word for Ctrl-C
             raise KeyboardInterrupt
@@ -85,6 +129,16 @@ def run() -> int:
         if debug:
             raise
         return _usage_or_fault(err)
+
+
+def _run(argv: Sequence[str] | None) -> Any:
+    try:
+        return command(argv)(standalone_mode=False)
+    except Exception as error:
+        # The full tree knows what a misspelt option may have been.
+        if type(error).__name__ != "NoSuchOption" or argv is None:
+            raise
+        return command()(standalone_mode=False)
 
 
 def _reader_gone() -> int:

@@ -49,6 +49,8 @@ class CacheFormat(Record):
     scheme: str
     head_bytes: int = 0
     """Extra bytes for every token and KV head (a scale of its own)."""
+    values: CacheFormat | None = None
+    """The format of values, where the same name stands for another one there."""
 
     def row_bytes(self, elements: int, heads: int = 1) -> int:
         """Bytes of one token's row of `elements`, spread over `heads` KV heads."""

@@ -77,8 +77,11 @@ def _language_model_path(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Everything that can be said about a model before a workload is known."""
+def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, checked: bool = True) -> ModelSpec:
+    """Everything that can be said about a model before a workload is known.
+
+    `checked`: a what-if that no rule reads is an error.
+    """
     config, paths = apply_overrides(found.config, overrides) if overrides else (found.config, {})
     root = Fields(config)
     try:
@@ -105,7 +108,10 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         dtype=_dtype(found.id, root, text),
         takes_media=_takes_media(root, text),
         kv_format=_kv_format(root, text),
-        attention_heads=_attention_heads(text),
+        attention_heads=_count(text, "num_attention_heads"),
+        hidden_size=_count(text, "hidden_size"),
+        prediction_modules=_first_count((text, root), _MODULES),
+        scan_chunk=_first_count((text,), _CHUNKS),
         max_context=_max_context(root, text),
         provenance=found.provenance,
         # Weights of a what-if are not those of the published model.
@@ -118,7 +124,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None) -> Mode
         default_encoder=_default_encoder(text) if cross else None,
         cross_input=_cross_input(root, text) if cross else "",
     )
-    _check_effect(root, text, paths)
+    if checked:
+        _check_effect(root, text, paths)
     return spec
 
 
@@ -147,7 +154,7 @@ def _check_effect(root: Fields, text: Fields, paths: Mapping[str, Any]) -> None:
         prefix, _, name = path.rpartition(".")
         prefix = prefix + "." if prefix else ""
         spellings = {path, prefix + text.stored_name(name), prefix + root.stored_name(name)}
-        if spellings & root.read.keys() or any(key.startswith(path + ".") for key in root.read):
+        if name in _FOR_ENGINES or spellings & root.read.keys() or any(key.startswith(path + ".") for key in root.read):
             continue
         import difflib
 
@@ -190,10 +197,20 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
     return seen
 
 
-def _attention_heads(text: Fields) -> int | None:
-    """Query heads that the file names, where it is one number for all layers."""
-    value = text.raw.get("num_attention_heads", text.raw.get(text.stored_name("num_attention_heads")))
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+_CHUNKS = ("mamba_chunk_size", "chunk_size")
+_FOR_ENGINES = ("num_attention_heads", "hidden_size", *_MODULES, *_CHUNKS)
+"""What only some engine's plan rests on."""
+
+
+def _count(text: Fields, name: str) -> int | None:
+    """A count that the file names, where it is one number for all layers."""
+    value = text.raw.get(name, text.raw.get(text.stored_name(name)))
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
+
+
+def _first_count(parts: Sequence[Fields], names: Sequence[str]) -> int | None:
+    return next((count for f in parts for name in names if (count := _count(f, name)) is not None), None)
 
 
 def _kv_format(root: Fields, text: Fields) -> str | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import UsageError
 from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES, CacheFormat, DType, model_dtype
+from kvctl.record import Record
 
 if TYPE_CHECKING:
     from kvctl.allocation import Serving
     from kvctl.engines import Engine
+    from kvctl.engines.flags import Given
 
 OUTPUT_FORMATS = ("table", "json", "csv", "md")
 
@@ -35,55 +37,116 @@ def read_cache_format(text: str, option: str, engine: Engine) -> CacheFormat | N
     return None if text.lower() == "auto" else engine.kv_dtype(text, option)
 
 
-DEVICES = ("gpu", "cpu")
+class Asked(Record):
+    """What a run asks of engines: its own options and those of a pasted command line, brought together."""
+
+    engine: str
+    models: tuple[str, ...]
+    revision: str | None
+    contexts: tuple[int, ...] | None
+    own_maximum: bool
+    """Whether the length is left to the engine: the model's own maximum."""
+    dtype: DType | None
+    kv_dtypes: tuple[str, str, str]
+    """Texts of --kv-dtype, --k-dtype and --v-dtype."""
+    overrides: Mapping[str, Any]
+    flags: tuple[Given, ...]
+    notes: tuple[str, ...]
+
+    def serving(self, engine: Engine, *, strict: bool) -> Serving:
+        """How one engine is started."""
+        from kvctl.engines.flags import serving
+
+        started = serving(engine.name, self.flags, strict=strict)
+        if started.speculative is None:
+            return started
+        from kvctl.engines.vllm_speculation import draft_model
+        from kvctl.model import build_spec
+        from kvctl.sources import resolve
+
+        name = draft_model(started.speculative)
+        return started.replace(draft=build_spec(resolve(name))) if name else started
+
+    def cache_formats(self, engine: Engine) -> tuple[CacheFormat | None, CacheFormat | None]:
+        """Formats of keys and of values in the engine's own names; None for its default."""
+        both, key, value = self.kv_dtypes
+        shared = read_cache_format(both, "--kv-dtype", engine)
+        return (
+            read_cache_format(key, "--k-dtype", engine) or shared,
+            read_cache_format(value, "--v-dtype", engine) or (shared and (shared.values or shared)),
+        )
 
 
-def read_serving(engine: Engine, given: Mapping[str, Any], *, strict: bool) -> Serving:
-    """How the engine is started: the values of its options by their names, None where one was not given.
+def read_asked(
+    *,
+    engine: str | None,
+    engine_args: str | None,
+    models: Sequence[str] | None,
+    revision: str | None,
+    ctx: str | None,
+    dtype: str,
+    kv_dtypes: tuple[str, str, str],
+    overrides: Sequence[str],
+    flags: Sequence[Given],
+) -> Asked:
+    """One run's options; what the command line of kvctl says wins over a pasted one."""
+    from kvctl.model import parse_overrides
+    from kvctl.units import parse_token_list
 
-    Options that are not this engine's are refused (`strict`) or left to others.
-    """
-    from kvctl.allocation import Serving
-    from kvctl.engines import ENGINES
-    from kvctl.units import parse_bytes, parse_tokens
-
-    for option, value in given.items():
-        if strict and value is not None and option not in engine.options:
-            takers = " or ".join(f"--engine {e.name}" for e in ENGINES if option in e.options)
-            raise UsageError(f"{option} says how an engine is started; {engine.name} has no use for it",
-                             hint=f"it is for {takers}")  # fmt: skip
-    for option, most in (
-        ("--tensor-parallel-size", 1024), ("--block-size", 2**20), ("--parallel", 256), ("--ubatch-size", 2**20)
-    ):  # fmt: skip
-        value = given[option]
-        if value is not None and not 1 <= value <= most:
-            raise UsageError(f"{option}: {value} is out of range", hint=f"from 1 to {most:,}")
-    budget, batched = given["--kv-budget"], given["--max-num-batched-tokens"]
-    if batched is not None:
-        batched = parse_tokens(batched, what="--max-num-batched-tokens")
-        if batched == 0:
-            raise UsageError("--max-num-batched-tokens: 0 is out of range", hint="at least 1")
-    flash = _one_of(given["--flash-attn"] or "auto", "--flash-attn", ("auto", "on", "off"))
-    return Serving(
-        device=_one_of(given["--device"] or "gpu", "--device", DEVICES),
-        kv_budget=parse_bytes(budget, what="--kv-budget") if budget is not None else None,
-        tensor_parallel=given["--tensor-parallel-size"],
-        block_size=given["--block-size"],
-        max_batched=batched,
-        prefix_caching=given["--enable-prefix-caching"],
-        hybrid_disabled=bool(given["--disable-hybrid-kv-cache-manager"]),
-        slots=given["--parallel"],
-        unified=given["--kv-unified"],
-        ubatch=given["--ubatch-size"],
-        swa_full=bool(given["--swa-full"]),
-        flash_attention=None if flash == "auto" else flash == "on",
+    own = Asked(
+        engine=engine or "ideal",
+        models=tuple(models or ()),
+        revision=revision,
+        contexts=parse_token_list(ctx) if ctx is not None else None,
+        own_maximum=False,
+        dtype=read_dtype(dtype),
+        kv_dtypes=kv_dtypes,
+        overrides=parse_overrides(overrides),
+        flags=tuple(flags),
+        notes=(),
     )
+    if engine_args is None:
+        return own
+    from kvctl.engines import commandline
 
+    if engine == "all":
+        raise UsageError("--engine-args starts one engine", hint="leave --engine out")
+    name, _, version = (engine or "").partition("@")
+    pasted = commandline.read(engine_args, name.lower() or None)
+    said = pasted.common
+    length = said.get("context", "")
+    if length.lower() not in ("", "auto", "-1", "0"):
+        pasted_contexts: tuple[int, ...] | None = (commandline.count_of(pasted.engine, length, "its length"),)
+    else:
+        pasted_contexts = None
+    kv = tuple(
+        ours if ours.lower() != "auto" else said.get(field, "auto")
+        for ours, field in zip(kv_dtypes, ("kv_dtype", "k_dtype", "v_dtype"), strict=True)
+    )
+    taken = {item.flag.field for item in flags}
+    notes = list(pasted.notes)
+    if length.lower() in ("auto", "-1"):
+        notes.append("its length is left open: sized at the model's own maximum, which the engine lowers until it fits")
+    if not version and pasted.version:
+        from kvctl.engines import engine as find
 
-def _one_of(text: str, option: str, known: tuple[str, ...]) -> str:
-    if text.lower() not in known:
-        raise UsageError(f"{option}: unknown {option.lstrip('-')} {text[:40]!r}", hint="one of " + ", ".join(known))
-    return text.lower()
+        try:
+            version = find(f"{pasted.engine}@{pasted.version}").version or ""
+        except UsageError as error:
+            notes.append(f"the image is {pasted.engine} {pasted.version}: {error.message.partition(': ')[2]}; "
+                         "the newest rules known are used")  # fmt: skip
+    return own.replace(
+        engine=pasted.engine + (f"@{version}" if version else ""),
+        models=own.models or ((pasted.model,) if pasted.model else ()),
+        revision=revision or (said.get("revision") if not own.models else None),
+        contexts=own.contexts or pasted_contexts,
+        own_maximum=own.contexts is None and pasted_contexts is None,
+        dtype=own.dtype or read_dtype(said.get("dtype", "auto")),
+        kv_dtypes=kv,
+        overrides={**commandline.overrides_of(said.get("overrides")), **own.overrides},
+        flags=(*(item for item in pasted.flags if item.flag.field not in taken), *flags),
+        notes=tuple(notes),
+    )
 
 
 def at_least_one(value: int, option: str) -> int:
@@ -122,11 +185,6 @@ def complete_engines(incomplete: str) -> list[str]:
     from kvctl.engines import ENGINES
 
     return [name for name in (*(engine.name for engine in ENGINES), "all") if name.startswith(incomplete.lower())]
-
-
-def complete_devices(incomplete: str) -> list[str]:
-    """Devices that start so."""
-    return [name for name in DEVICES if name.startswith(incomplete.lower())]
 
 
 def complete_sources(incomplete: str) -> list[str]:

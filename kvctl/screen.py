@@ -225,7 +225,9 @@ def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:
     plan = result.allocation
     if plan is None:
         return []
-    ranks = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
+    alike = len({row.reserved_bytes for row in plan.per_rank}) == 1
+    ranks = f" on each of {len(plan.per_rank)} ranks" if len(plan.per_rank) > 1 else ""
+    ranks += "" if alike else " at most"
     blocks = ""
     if plan.blocks_are_alike:
         held = plural(plan.reserved_bytes // plan.bytes_per_block, "block")
@@ -362,7 +364,7 @@ def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
         totals = [_in_memory(result) for result in answers]
         rows: list[Row] = [(("engine", "format", "in memory", "bytes"), None, "dim")]
         for result, total in zip(answers, totals, strict=True):
-            ranks = result.allocation.tensor_parallel_size if result.allocation else 1
+            ranks = len(result.allocation.per_rank) if result.allocation else 1
             each = f"{ranks} × " if ranks > 1 else ""
             cells = (engine_words(result), format_words(result), each + format_bytes(total), f"{each}{total:,}")
             rows.append((cells, _bar(total, max(totals)), ""))

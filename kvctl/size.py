@@ -24,6 +24,8 @@ class SizePlan(Record):
 
     engine: Engine
     contexts: tuple[int, ...] | None = None
+    own_maximum: bool = False
+    """Without contexts: the model's own maximum, and no ladder up to it."""
     sequences: int = 1
     beams: int = 1
     dtype: DType | None = None
@@ -35,6 +37,8 @@ class SizePlan(Record):
     per_layer: bool = False
     explain: bool = False
     serving: Serving = Serving()
+    notes: tuple[str, ...] = ()
+    """What to say beside the answer."""
     weights_dtype: str | None = None
     """What if the weights were stored in this format (a name of kvctl.weight_formats)."""
 
@@ -44,6 +48,10 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
     if plan.contexts is not None:
         return plan.contexts
     limit = spec.max_context
+    if plan.own_maximum:
+        if limit is None:
+            raise ConfigError(f"{spec.id} names no maximum length", hint="name one with --ctx")
+        return (limit,)
     if limit is None:
         return DEFAULT_CONTEXTS
     return (*(ctx for ctx in DEFAULT_CONTEXTS if ctx < limit), limit)
@@ -51,20 +59,24 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 
 def needs_tensors(plan: SizePlan) -> bool:
     """Whether an answer rests on single tensors, and `kvctl.sources.tensors.attach` should read their headers first."""
-    return plan.weights_dtype is not None or _split(plan)[:2] != (1, 1)
+    tensor, pipeline, spread, data, _ = _split(plan)
+    return plan.weights_dtype is not None or tensor * pipeline > 1 or (spread and data > 1)
 
 
-def _split(plan: SizePlan) -> tuple[int, int, bool]:
-    """Tensor and pipeline parallelism, and whether experts are spread, where the engine's cuts are known."""
+def _split(plan: SizePlan) -> tuple[int, int, bool, int, tuple[int, ...]]:
+    """Tensor and pipeline parallelism, whether experts are spread, data parallelism, and layers of the stages."""
     serving = plan.serving
     if plan.engine.name != "vllm":
-        return 1, 1, False
-    return serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel
+        return 1, 1, False, 1, ()  # how others cut weights is not known
+    return (
+        serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel,
+        serving.data_parallel or 1, serving.stage_layers or (),
+    )  # fmt: skip
 
 
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
-    warnings: list[str] = []
+    warnings = list(plan.notes)
     if plan.engine.plans and plan.beams > 1:
         raise UsageError(f"{plan.engine.name} reserves by request, not by beam", hint="--sequences, without --beams")
     if plan.engine.plans and (plan.image_tokens or plan.audio_tokens):
@@ -111,6 +123,9 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
     if allocation is not None:
         warnings += allocation.warnings
+        if plan.serving.utilization is not None and allocation.kv_budget_bytes is None:
+            warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
+                            "activations do not take; --kv-budget says how much that is")  # fmt: skip
     weights = _weights(spec, plan, dtype, warnings)
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
@@ -182,6 +197,8 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
         return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
     from kvctl import weigh
 
+    if plan.serving.speculative is not None:
+        warnings.append("weights on each rank are without those that draft")
     return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings)
 
 

@@ -339,8 +339,14 @@ class ModelSpec(Record):
     takes_media: bool = True
     default_encoder: int | None = None
     """Encoder positions of a full input (audio, image), where the config names them."""
+    prediction_modules: int | None = None
+    """Modules for multi-token prediction that the config names; they are no layers of the model itself."""
+    scan_chunk: int | None = None
+    """Tokens that a recurrent layer's kernel scans at once, where the config names it."""
     attention_heads: int | None = None
     """Query heads, where the config names them."""
+    hidden_size: int | None = None
+    """Width of a token's embedding, where the config names it."""
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
     config: Mapping[str, Any] = {}

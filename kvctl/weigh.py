@@ -20,12 +20,16 @@ _FLOATS = frozenset(_HEADER_NAMES.values())
 
 
 def weigh(
-    spec: ModelSpec, split: tuple[int, int, bool], dtype: DType, what_if: str | None, warnings: list[str]
+    spec: ModelSpec,
+    split: tuple[int, int, bool, int, tuple[int, ...]],
+    dtype: DType,
+    what_if: str | None,
+    warnings: list[str],
 ) -> WeightsInfo | None:
     """The weights of `spec` in `what_if` (None: as they are), and on each rank of `split`.
 
-    `split` is tensor and pipeline parallelism, and whether experts are spread; `dtype` is what the
-    engine computes in. What cannot be told of ranks becomes a warning.
+    `split` is tensor and pipeline parallelism, whether experts are spread, data parallelism and the layers
+    of each stage (empty: even); `dtype` is what the engine computes in. What cannot be told of ranks becomes a warning.
 
     Raises:
         ConfigError: another format is asked for, and the parameters are not known.
@@ -39,8 +43,8 @@ def weigh(
     if what_if is not None:
         info, tensors = _in_format(spec, dtype, what_if, warnings)
     else:
-        info, tensors = _as_they_are(spec, dtype, ranks.ranks > 1, warnings)
-    if tensors is None or info is None or ranks.ranks == 1:
+        info, tensors = _as_they_are(spec, dtype, ranks.cuts, warnings)
+    if tensors is None or info is None or not ranks.cuts:
         return info
     try:
         return info.replace(per_rank=_per_rank(spec, tensors, ranks, dtype, warnings), rules=RULES)

@@ -111,10 +111,20 @@ class Split(Record):
     pipeline: int = 1
     expert: bool = False
     """Experts whole, spread over the ranks (`--enable-expert-parallel`)."""
+    data: int = 1
+    """Data-parallel groups; experts are spread over the ranks of all of them."""
+    stages: tuple[int, ...] = ()
+    """Layers of each pipeline stage, where they are not divided evenly (VLLM_PP_LAYER_PARTITION)."""
 
     @property
     def ranks(self) -> int:
+        """Of one data-parallel group."""
         return self.tensor * self.pipeline
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a rank has less than everything."""
+        return self.ranks > 1 or (self.expert and self.data > 1)
 
 
 def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split) -> tuple[int, ...]:
@@ -128,7 +138,7 @@ def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split)
     if split.ranks > MOST_RANKS:
         raise UsageError(f"weights on {split.ranks:,} ranks: at most {MOST_RANKS:,} are told")
     cut = _Cut(tensors, config, split)
-    stages = [stage_layers(cut.layers, split.pipeline, stage) for stage in range(split.pipeline)]
+    stages = stages_of(cut.layers, split)
     ranks = [[0] * split.tensor for _ in stages]
     for tensor in cut.tensors:
         shares = [cut.share(tensor, rank) for rank in range(split.tensor)]
@@ -142,6 +152,15 @@ def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split)
 def left_in_file(tensors: Sequence[Tensor], config: Mapping[str, Any]) -> int:
     """Bytes of a checkpoint that vLLM does not load: layers for drafting, a head that is tied."""
     return _Cut(tensors, config, Split()).left
+
+
+def stages_of(layers: int, split: Split) -> list[range]:
+    """Layers of every pipeline stage."""
+    if not split.stages:
+        return [stage_layers(layers, split.pipeline, stage) for stage in range(split.pipeline)]
+    if len(split.stages) != split.pipeline or sum(split.stages) != layers or min(split.stages) < 0:
+        raise UsageError(f"{len(split.stages)} stages of {sum(split.stages)} layers, for {split.pipeline} of {layers}")
+    return [range(sum(split.stages[:stage]), sum(split.stages[: stage + 1])) for stage in range(split.pipeline)]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
@@ -165,6 +184,10 @@ class _Cut:
         if root.type not in SHARDED:
             raise ConfigError(f"how vLLM shards {root.type[:60] or 'an unnamed type'} is not known to kvctl",
                               hint="without parallel sizes, the total is known")  # fmt: skip
+        if split.expert and split.data > 1 and split.tensor > 1:
+            raise ConfigError(
+                "how vLLM lays out shared experts over data- and tensor-parallel ranks is not known to kvctl"
+            )
         self.layers = layer_count(f)
         self.query = f.number("num_attention_heads")
         if self.query % split.tensor:
@@ -232,7 +255,8 @@ class _Cut:
         loaded = self._loaded(tensor, name, part, routed)
         if routed and self.split.expert:
             count = tensor.each if tensor.each > 1 else tensor.shape[0]
-            local = count // self.split.tensor + (rank < count % self.split.tensor)
+            ranks = self.split.tensor * self.split.data
+            local = count // ranks + (rank < count % ranks)
             return self._one(tensor, name, part, loaded, routed, 1) * tensor.each // count * local
         return tensor.each * self._one(tensor, name, part, loaded, routed, self.split.tensor)
 

@@ -95,7 +95,7 @@ def reserved_words(result: SizeResult) -> str:
     plan = result.allocation
     if plan is None:
         return ""
-    ranks = f"{plan.tensor_parallel_size} × " if plan.tensor_parallel_size > 1 else ""
+    ranks = f"{len(plan.per_rank)} × " if len(plan.per_rank) > 1 else ""
     return ranks + format_bytes(plan.reserved_bytes)
 
 

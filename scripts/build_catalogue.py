@@ -58,7 +58,7 @@ NEEDED = {
     "cross_attention_layers", "use_bidirectional_attention", "num_media_layers", "max_position_embeddings",
     "qk_rope_head_dim", "no_rope_layers", "no_rope_layer_interval", "n_positions", "max_source_positions",
     "max_target_positions", "linear_conv_kernel_dim", "mamba_ssm_cache_dtype",
-    "index_skip_topk_offset", "local_layer_ids", "full_attn_idxs",
+    "index_skip_topk_offset", "local_layer_ids", "full_attn_idxs", "num_nextn_predict_layers", "mtp_num_hidden_layers",
     # Beside the cache: what else there are parameters for.
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias",
     "bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "mlp_layer_types", "norm_position",

@@ -12,7 +12,7 @@ Run = Callable[..., Outcome]
 def test_engines_side_by_side(kvctl: Run) -> None:
     outcome = kvctl("size", "gemma-3-27b-it", "--ctx", "128k", "--engine", "all", "--json")
     found = {result["engine"]["name"]: result for result in outcome.json["results"]}
-    assert set(found) == {"ideal", "transformers", "vllm", "llama.cpp"}
+    assert set(found) == {"ideal", "transformers", "vllm", "llama.cpp", "tensorrt-llm", "ollama"}
     row = 2 * 16 * 128 * 2  # K and V · 16 heads · 128 · 2 B
     assert found["ideal"]["kv_bytes"] == row * (10 * 131_072 + 52 * 1024)
     assert found["transformers"]["kv_bytes"] == row * (10 * 131_072 + 52 * 1023)
@@ -35,9 +35,9 @@ def test_options_go_to_the_engines_that_have_them(kvctl: Run) -> None:
 
 def test_engines_without_an_answer_say_why(kvctl: Run) -> None:
     outcome = kvctl("size", "whisper-large-v3", "--ctx", "448", "--engine", "all", "--json")
-    assert [line.partition(":")[0] for line in outcome.json["refused"]] == ["vllm", "llama.cpp"]
-    assert "no answer from: vllm" in outcome.err
-    assert {result["engine"]["name"] for result in outcome.json["results"]} == {"ideal", "transformers"}
+    assert [line.partition(":")[0] for line in outcome.json["refused"]] == ["llama.cpp", "tensorrt-llm", "ollama"]
+    assert "no answer from: llama.cpp" in outcome.err
+    assert {result["engine"]["name"] for result in outcome.json["results"]} == {"ideal", "transformers", "vllm"}
     assert ", transformers 5.24 |" in kvctl("size", "Qwen3-32B", "--ctx", "4k", "--engine", "all", "-f", "md").out
 
 

@@ -14,6 +14,13 @@ from typing import Any
 import pytest
 from conftest import Outcome
 
+from kvctl.allocation import Serving
+from kvctl.engines import engine
+from kvctl.model import build_spec
+from kvctl.size import SizePlan
+from kvctl.size import size as size_of
+from kvctl.sources import resolve
+
 GIB = 2**30
 K128 = 131_072
 
@@ -480,3 +487,40 @@ def test_more_ranks_than_kv_heads(kvctl: Run) -> None:
     assert eight["bytes_per_block"] == 48 * 1 * 256 * 2 * 16
     assert [row["rank"] for row in eight["per_rank"]] == list(range(8))
     assert any("2 times" in reason for reason in eight["reasons"])
+
+
+# -- Ollama ------------------------------------------------------------------------------------
+
+
+def by_ollama(name: str, num_ctx: int, kv: str | None = None, **serving: Any) -> int:
+    """Bytes that Ollama's llama-server reserves, by the rules of `--engine ollama`."""
+    rules = engine("ollama")
+    fmt = rules.kv_dtype(kv, "--kv-dtype") if kv else None
+    plan = SizePlan(engine=rules, serving=Serving(**serving), key=fmt, value=fmt)
+    allocation = size_of(build_spec(resolve(name, source="catalogue")), num_ctx, plan).allocation
+    assert allocation is not None
+    return allocation.reserved_bytes
+
+
+@pytest.mark.parametrize(("num_ctx", "gb"), [(4096, 0.40), (8192, 0.48), (32_768, 0.99), (K128, 3.00)])
+def test_ollama_reserves_windows_of_gemma_4_26b(num_ctx: int, gb: float) -> None:
+    """ollama/ollama#16958: charged 1.76, 3.52, 14.09 and 56.37 GB; windows hold 1,024 and a batch of 512."""
+    assert round(by_ollama("gemma-4-26B-A4B", num_ctx, ubatch=512) / 1e9, 2) == gb
+
+
+@pytest.mark.parametrize(("kv", "gib"), [("f16", 4), ("q8_0", 2.125), ("q4_0", 1.125)])
+def test_ollama_counts_scales_of_llama_3_1_8b(kv: str, gib: float) -> None:
+    """ollama/ollama#6279, #5091: 4 GB at 32K in f16 are 1.1 in q4_0; 32 elements take 64, 34 or 18 bytes."""
+    assert by_ollama("Llama-3.1-8B", 32_768, kv) == gib * GIB
+
+
+def test_ollama_counts_the_cache_type_of_qwen2_5_7b_1m() -> None:
+    """ollama/ollama#10128: shown as 52 GB at 262,144 tokens in q8_0; 8.0 GB of the 10 used are the cache."""
+    assert by_ollama("Qwen2.5-7B-Instruct-1M", 262_144, "q8_0") == 30_464 * 262_144
+
+
+def test_ollama_keeps_latents_where_the_file_has_them(kvctl: Run) -> None:
+    """ollama/ollama#5136: deepseek-v2:16b took 8,640 MiB at 32K; a newer file 972, and the warning says which."""
+    outcome = kvctl("size", "DeepSeek-V2-Lite", "--source", "catalogue", "--ctx", "32k", "--engine", "ollama", "--json")
+    assert outcome.json["results"][0]["allocation"]["reserved_bytes"] == 972 * 2**20
+    assert "attention.key_length_mla" in outcome.err

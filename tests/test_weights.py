@@ -23,7 +23,7 @@ from kvctl.sources import Found, catalogue
 from kvctl.spec import ModelSpec, Provenance
 from kvctl.tensors import Tensor, tensor
 from kvctl.weight_formats import convert, weight_format
-from kvctl.weights import SHARDED, Split, left_in_file, per_rank, stage_layers
+from kvctl.weights import SHARDED, Split, left_in_file, per_rank, stage_layers, stages_of
 
 DATA = json.loads((Path(__file__).parent / "data" / "weights.json").read_text("utf-8"))
 TINY = {
@@ -115,6 +115,18 @@ def test_experts_that_do_not_divide() -> None:
     assert sizes[2] == sizes[3]
 
 
+def test_stages_by_name_and_experts_over_data_parallel_ranks() -> None:
+    assert [len(r) for r in stages_of(5, Split(1, 2, stages=(1, 4)))] == [1, 4]
+    with pytest.raises(UsageError, match="2 stages of 6 layers, for 2 of 5"):
+        stages_of(5, Split(1, 2, stages=(1, 5)))
+    config = {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_hidden_layers": 1}
+    whole = per_rank(parameters(config), config, Split(1))[0]
+    # Two of eight experts on each of four data-parallel ranks: six are gone, 3 × 96 × 64 elements each.
+    assert per_rank(parameters(config), config, Split(1, 1, True, 4)) == (whole - 6 * 2 * 3 * 96 * 64,)
+    with pytest.raises(ConfigError, match="data- and tensor-parallel"):
+        per_rank(parameters(config), config, Split(2, 1, True, 2))
+
+
 def test_experts_in_one_tensor_are_cut_alike() -> None:
     # Some checkpoints have all experts of a layer in one tensor, gate and up together, named like a module.
     config = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 1}
@@ -177,6 +189,13 @@ def test_report_by_rank() -> None:
     assert weights["bytes"] == 65_524_246_528
     assert weights["per_rank"] == [(65_524_246_528 - norms) // 8 + norms] * 8
     assert weights["rules"] == "vllm 0.32"
+
+
+def test_report_with_experts_over_data_parallel_ranks() -> None:
+    # Qwen3-30B-A3B: 128 experts of 3 × 768 × 2,048 in 48 layers; 16 of them on each of eight ranks.
+    result = sized("Qwen/Qwen3-30B-A3B", data_parallel=8, expert_parallel=True)
+    weights = result.to_dict()["weights"]
+    assert weights["per_rank"] == [weights["bytes"] - 2 * 48 * 112 * 3 * 768 * 2048]
 
 
 def test_report_of_a_quantised_model() -> None:

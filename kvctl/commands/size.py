@@ -9,7 +9,6 @@ import typer
 
 from kvctl.options import (
     complete_cache_formats,
-    complete_devices,
     complete_dtypes,
     complete_engines,
     complete_models,
@@ -20,6 +19,7 @@ from kvctl.units import MAX_TOKENS
 
 
 def size(
+    context: typer.Context,
     models: Annotated[
         Optional[list[str]],
         typer.Argument(
@@ -34,6 +34,9 @@ def size(
         typer.Option(
             "--ctx",
             "-c",
+            "--max-model-len",
+            "--ctx-size",
+            "--context-length",
             metavar="TOKENS",
             help="Tokens in each sequence, one or more: 4096, 4k,32k,128k (k is 1,024). Default: a ladder up to the model's maximum.",
             show_default=False,
@@ -84,99 +87,22 @@ def size(
         ),
     ] = "auto",
     engine: Annotated[
-        str,
+        Optional[str],
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one), llama.cpp; all compares them.",
+            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one), llama.cpp; all compares them. Default: ideal.",
+            show_default=False,
             autocompletion=complete_engines,
         ),
-    ] = "ideal",
-    kv_budget: Annotated[
+    ] = None,
+    engine_args: Annotated[
         Optional[str],
         typer.Option(
-            "--kv-budget",
-            metavar="SIZE",
-            help="Memory for the cache on each GPU: 16GiB, 16GB or bytes. An engine then says how many tokens fit.",
+            "--engine-args",
+            metavar="TEXT",
+            help="An engine's own command line, pasted: vllm serve …, llama-server …, python -m sglang.launch_server …, docker run …, or the args of a Kubernetes container. Its engine, model and flags are taken.",
             show_default=False,
-        ),
-    ] = None,
-    tensor_parallel: Annotated[
-        Optional[int],
-        typer.Option(
-            "--tensor-parallel-size", "-tp", metavar="N", help="GPUs that share every layer.", show_default=False
-        ),
-    ] = None,
-    block_size: Annotated[
-        Optional[int],
-        typer.Option("--block-size", metavar="N", help="Tokens in a block. Default: the engine's.", show_default=False),
-    ] = None,
-    max_batched: Annotated[
-        Optional[str],
-        typer.Option(
-            "--max-num-batched-tokens",
-            metavar="TOKENS",
-            help="Tokens in a batch: windows hold those in flight. Default: 8192; 2048 on a CPU.",
-            show_default=False,
-        ),
-    ] = None,
-    prefix_caching: Annotated[
-        Optional[bool],
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Keep blocks for later requests; recurrent layers then hold more. Default: the engine's.",
-            show_default=False,
-        ),
-    ] = None,
-    hybrid_disabled: Annotated[
-        bool,
-        typer.Option(
-            "--disable-hybrid-kv-cache-manager", help="Keep every token of windowed layers, as some connectors need."
-        ),
-    ] = False,
-    slots: Annotated[
-        Optional[int],
-        typer.Option(
-            "--parallel",
-            "-np",
-            metavar="N",
-            help="Slots of llama.cpp; --ctx is their total. Default: 4 that share one cache.",
-            show_default=False,
-        ),
-    ] = None,
-    unified: Annotated[
-        Optional[bool],
-        typer.Option(
-            "--kv-unified/--no-kv-unified",
-            help="Whether llama.cpp's slots share one cache. Default: no, with --parallel.",
-            show_default=False,
-        ),
-    ] = None,
-    ubatch: Annotated[
-        Optional[int],
-        typer.Option(
-            "--ubatch-size",
-            "-ub",
-            metavar="N",
-            help="Tokens of a physical batch of llama.cpp: windows hold one. Default: 512.",
-            show_default=False,
-        ),
-    ] = None,
-    swa_full: Annotated[
-        bool, typer.Option("--swa-full", help="Keep every token of windowed layers (llama.cpp).")
-    ] = False,
-    flash_attention: Annotated[
-        Optional[str],
-        typer.Option("--flash-attn", "-fa", metavar="NAME", help="auto, on or off (llama.cpp).", show_default=False),
-    ] = None,
-    device: Annotated[
-        Optional[str],
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="gpu or cpu: an engine's rules differ. Default: gpu.",
-            show_default=False,
-            autocompletion=complete_devices,
         ),
     ] = None,
     encoder_tokens: Annotated[
@@ -306,86 +232,77 @@ def size(
 
     from kvctl.engines import ENGINES, Engine
     from kvctl.engines import engine as find_engine
-    from kvctl.model import build_spec, parse_overrides, shape_spec
+    from kvctl.model import build_spec, shape_spec
     from kvctl.reports import SizeReport, SizeResult
     from kvctl.size import SizePlan, contexts_for
     from kvctl.size import size as size_of
     from kvctl.sources import resolve
-    from kvctl.units import parse_token_list
-
-    everyone = engine.lower() == "all"
-    if everyone and (explain or per_layer):
-        raise UsageError("--explain and --per-layer are about one engine", hint="name it with --engine")
 
     # What is wrong whatever the engine is said once, before any is asked.
+    asked = options.read_asked(
+        engine=engine,
+        engine_args=engine_args,
+        models=models,
+        revision=revision,
+        ctx=ctx,
+        dtype=dtype,
+        kv_dtypes=(kv_dtype, k_dtype, v_dtype),
+        overrides=set_ or [],
+        flags=context.obj or (),
+    )
+    everyone = asked.engine.lower() == "all"
+    if everyone and (explain or per_layer):
+        raise UsageError("--explain and --per-layer are about one engine", hint="name it with --engine")
     common = SizePlan(
         engine=ENGINES[0],
-        contexts=parse_token_list(ctx) if ctx is not None else None,
+        contexts=asked.contexts,
+        own_maximum=asked.own_maximum,
         sequences=options.at_least_one(sequences, "--sequences"),
         beams=options.at_least_one(beams, "--beams"),
-        dtype=options.read_dtype(dtype),
+        dtype=asked.dtype,
         encoder_tokens=encoder_tokens,
         image_tokens=image_tokens,
         audio_tokens=audio_tokens,
         per_layer=per_layer,
         explain=explain,
+        notes=asked.notes,
     )
-    given = {
-        "--device": device,
-        "--kv-budget": kv_budget,
-        "--tensor-parallel-size": tensor_parallel,
-        "--block-size": block_size,
-        "--max-num-batched-tokens": max_batched,
-        "--enable-prefix-caching": prefix_caching,
-        "--disable-hybrid-kv-cache-manager": hybrid_disabled or None,
-        "--parallel": slots,
-        "--kv-unified": unified,
-        "--ubatch-size": ubatch,
-        "--swa-full": swa_full or None,
-        "--flash-attn": flash_attention,
-    }
 
     def plan_for(rules: Engine) -> SizePlan:
-        serving = options.read_serving(rules, given, strict=not everyone)
-        both = options.read_cache_format(kv_dtype, "--kv-dtype", rules)
-        return common.replace(
-            engine=rules,
-            serving=serving,
-            key=options.read_cache_format(k_dtype, "--k-dtype", rules) or both,
-            value=options.read_cache_format(v_dtype, "--v-dtype", rules) or both,
-        )
+        key, value = asked.cache_formats(rules)
+        return common.replace(engine=rules, serving=asked.serving(rules, strict=not everyone), key=key, value=value)
 
     plans: list[SizePlan] = []
     refused: list[str] = []
-    for rules in ENGINES if everyone else (find_engine(engine),):
+    for rules in ENGINES if everyone else (find_engine(asked.engine),):
         try:
             plans.append(plan_for(rules))
         except KvctlError as error:
             if not everyone:
                 raise
             refused.append(f"{rules.name}: {error.message}")
-    overrides = parse_overrides(set_ or [])
 
     shape = (layers, kv_heads, head_dim)
     if any(value is not None for value in shape):
-        if models:
+        if asked.models:
             raise UsageError("--layers, --kv-heads and --head-dim describe a shape without a model",
                              hint="for a what-if on a model use --set num_hidden_layers=N")  # fmt: skip
         if layers is None or kv_heads is None or head_dim is None:
             raise UsageError("a shape needs all of --layers, --kv-heads and --head-dim")
         if source or revision:
             raise UsageError("--source and --revision are about a model; a shape has none")
-        if overrides:
+        if asked.overrides:
             raise UsageError("--set changes a model's configuration; a shape has none")
         specs = [shape_spec(layers, kv_heads, head_dim)]
-    elif models:
-        names = dict.fromkeys(models)
-        if len(names) > 1 and all(part.strip("kKmM").isdigit() for part in models[1:]):
+    elif asked.models:
+        names = dict.fromkeys(asked.models)
+        if len(names) > 1 and all(part.strip("kKmM").isdigit() for part in asked.models[1:]):
             raise UsageError(
-                f"{models[1]!r} is a number, not a model",
-                hint=f"several contexts are joined by commas: --ctx {ctx},{models[1]}",
+                f"{asked.models[1]!r} is a number, not a model",
+                hint=f"several contexts are joined by commas: --ctx {ctx},{asked.models[1]}",
             )
-        specs = [build_spec(resolve(name, source=source, revision=revision), overrides) for name in names]
+        found = [resolve(name, source=source, revision=asked.revision) for name in names]
+        specs = [build_spec(one, asked.overrides, checked=engine_args is None) for one in found]
     else:
         raise UsageError(
             "no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue"

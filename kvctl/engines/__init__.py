@@ -6,7 +6,7 @@ First is the default.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kvctl.errors import UsageError
 from kvctl.formats import FP16, CacheFormat, cache_format, plain
@@ -44,27 +44,26 @@ class Engine(Record):
     quantizes: bool
     """Whether keys and values may be kept in another format than the model's dtype."""
     summary: str
-    plans: bool = False
-    """Whether it reserves memory ahead: `planner` has its rules."""
+    module: str = ""
+    """Where its rules are, for one that reserves memory ahead."""
     auto_fp32: bool = True
     """Whether a model whose config says fp32 runs so without being told."""
     follows_checkpoint: bool = False
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
-    options: tuple[str, ...] = ()
-    """Options of its start that kvctl understands."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether it reserves memory ahead."""
+        return bool(self.module)
 
     @property
     def planner(self) -> Planner:
         """The module with its rules, loaded when first asked for."""
-        if self.name == "vllm":
-            from kvctl.engines import vllm
+        from importlib import import_module
 
-            return vllm
-        from kvctl.engines import llama_cpp
-
-        return llama_cpp
+        return cast("Planner", import_module(self.module, __name__))
 
     def plan(self, spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving) -> Allocation | None:
         """What it reserves for such requests; None where it allocates as it goes."""
@@ -103,14 +102,10 @@ VLLM = Engine(
     beams_share_cross=True,
     quantizes=True,
     summary="what vLLM's planner reserves: blocks, groups and the capacity that its log prints",
-    plans=True,
+    module=".vllm",
     auto_fp32=False,
     follows_checkpoint=True,
-    options=(
-        "--device", "--kv-budget", "--tensor-parallel-size", "--block-size", "--max-num-batched-tokens",
-        "--enable-prefix-caching", "--disable-hybrid-kv-cache-manager",
-    ),
-)  # fmt: skip
+)
 
 LLAMA_CPP = Engine(
     name="llama.cpp",
@@ -119,12 +114,29 @@ LLAMA_CPP = Engine(
     beams_share_cross=True,
     quantizes=True,
     summary="the cells that llama.cpp allocates, as its load log prints them",
-    plans=True,
+    module=".llama_cpp",
     cache_format=plain(FP16).replace(name="f16"),
-    options=("--kv-budget", "--parallel", "--kv-unified", "--ubatch-size", "--swa-full", "--flash-attn"),
 )
 
-ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP)
+TENSORRT_LLM = Engine(
+    name="tensorrt-llm",
+    version="1.2",
+    retention=IDEAL.retention,
+    beams_share_cross=True,
+    quantizes=True,
+    summary="the blocks that TensorRT-LLM (PyTorch) allocates, as its start-up log prints them",
+    module=".tensorrt_llm",
+    follows_checkpoint=True,
+)
+
+OLLAMA = LLAMA_CPP.replace(
+    name="ollama",
+    module=".ollama",
+    version="0.34",
+    summary="the cells of the llama-server that Ollama starts, and what Ollama expects before it does",
+)
+
+ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP, TENSORRT_LLM, OLLAMA)
 
 
 def engine(name: str) -> Engine:

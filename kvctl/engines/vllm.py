@@ -1,7 +1,8 @@
 """vLLM's planner: pages, groups, blocks and the capacity that its start-up log prints.
 
-Sources: vllm 0.32.0 v1/kv_cache_interface.py, v1/core/kv_cache_utils.py, platforms/interface.py
-and platforms/cpu.py; rules of other versions from the releases that `RULES` names.
+Sources: vllm 0.32.0 and 0.33.0 v1/kv_cache_interface.py, v1/core/kv_cache_utils.py and
+kv_cache_planning.py, platforms/interface.py and platforms/cpu.py; `vllm_rules` has what other
+versions do otherwise.
 
 A layer's states become one spec each (`Spec`: what one block of one layer is). Specs of
 equal kind form groups of as many layers; every group draws blocks of the same size from one
@@ -11,61 +12,26 @@ pool, and a request holds blocks of every group.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
-from kvctl.engines.vllm_specs import Spec, kv_dtype, sized, specs_of
+from kvctl.engines.vllm_groups import (
+    Group,
+    Placed,
+    Settings,
+    block_size,
+    bytes_per_block,
+    groups_of,
+    placed,
+    promoted,
+    stage_of,
+)
+from kvctl.engines.vllm_rules import Rules, dotted, rules_for
+from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype, specs_of
+from kvctl.engines.vllm_speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
-from kvctl.record import Record
-from kvctl.spec import Attention, Formats, ModelSpec
+from kvctl.formats import plain
+from kvctl.spec import Attention, Formats, Indexer, ModelSpec
 from kvctl.units import plural
 
 __all__ = ["check_version", "kv_dtype", "plan"]
-
-
-class Rules(Record):
-    """What changed between versions, from version `since` on."""
-
-    since: tuple[int, int]
-    capacity: str
-    """What the logged token count is: "blocks" (blocks × block size), "groups" (blocks a group ×
-    the smallest block size) or "concurrency" (concurrent full requests × their length)."""
-    hybrid: bool
-    """Whether windows are kept apart from full attention, and recurrent layers served at all."""
-    even_groups: bool
-    """Whether groups grow to the largest kind where that is under 1.5 × the smallest."""
-    overlapped: bool
-    """Whether asynchronous scheduling keeps two batches in flight on a GPU."""
-    checkpoints: bool
-    """Whether Mamba 2 reserves a block for a checkpoint of the prefill."""
-
-
-RULES: tuple[Rules, ...] = (
-    Rules((0, 8), "blocks", False, False, False, False),
-    Rules((0, 11), "groups", True, False, False, False),
-    Rules((0, 19), "groups", True, True, False, False),
-    Rules((0, 20), "groups", True, True, False, False),
-    Rules((0, 22), "concurrency", True, True, False, False),
-    Rules((0, 32), "concurrency", True, True, True, True),
-    Rules((0, 33), "concurrency", True, True, True, True),
-)
-
-
-def rules_for(version: str | None) -> tuple[Rules, str | None]:
-    """Rules of a version ("0.32", "0.32.1", "v0.32.0"), and a warning where they were not read from it."""
-    newest = RULES[-1]
-    if version is None:
-        return newest, None
-    parts = version.lower().removeprefix("v").split(".")
-    if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
-        raise UsageError(f"--engine: {version[:40]!r} is no version of vLLM", hint="for example vllm@0.11")
-    asked = (int(parts[0]), int(parts[1]))
-    if not RULES[0].since <= asked <= newest.since:
-        raise UsageError(
-            f"--engine: kvctl knows vLLM {_dotted(RULES[0].since)} to {_dotted(newest.since)}, not {version}",
-            hint="the rules change between versions; name one of these",
-        )
-    rules = next(rules for rules in reversed(RULES) if rules.since <= asked)
-    if rules.since == asked:
-        return rules, None
-    return rules, f"estimated: vLLM {version} goes by the rules of {_dotted(rules.since)}, the nearest version read"
 
 
 def check_version(version: str) -> None:
@@ -73,28 +39,10 @@ def check_version(version: str) -> None:
     rules_for(version)
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-# -- the plan -------------------------------------------------------------------------------
-
-
 _ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba")
-
-
-class _Settings(Record):
-    """Options with vLLM's defaults filled in."""
-
-    cpu: bool
-    ranks: int
-    block: int
-    batched: int
-    in_flight: int
-    checkpoints: bool
-    block_given: bool
-    aligned: bool
-    """Recurrent states live at block boundaries, for prefix caching."""
+_STATE_EACH_BLOCK = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "falcon_mamba", "nemotron_h",
+                     "zamba2")  # fmt: skip
+"""Model types that, until 0.27, kept a state at every block boundary when prefixes are cached."""
 
 
 def plan(
@@ -110,77 +58,66 @@ def plan(
     if context < 1:
         raise UsageError("--ctx 0: vLLM needs a maximum length of at least one token")
     rules, doubt = rules_for(version)
-    ranks = serving.tensor_parallel or 1
-    if spec.attention_heads is not None and spec.attention_heads % ranks:
-        raise UsageError(f"--tensor-parallel-size {ranks} does not divide the {spec.attention_heads} attention heads",
-                         hint="vLLM refuses this split")  # fmt: skip
-    if rules.since < (0, 32) and (fmt.key.head_bytes or fmt.key.name == "nvfp4"):
-        raise UsageError(f"--kv-cache-dtype {fmt.key.name}: not known of vLLM {_dotted(rules.since)}",
-                         hint="one of auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2")  # fmt: skip
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
-    by_layer = [(layer, specs_of(layer, spec, fmt, ranks, serving.device == "cpu")) for layer, _ in spec.groups]
-    every = [item for _, specs in by_layer for item in specs]
+    _check_split(spec, serving)
+    check_format(fmt, rules.since if doubt or version is None else _two(version))
+    fmt = _sparse_format(spec, fmt, serving, rules, warnings)
+    drafted = drafts(spec, serving.speculative, serving.draft)
+    if drafted.reason:
+        reasons.append(drafted.reason)
+    layers = _layers(spec, fmt, serving, drafted, reasons)
+    every = [item.spec for item in layers]
     if not every:
         raise ConfigError(f"{spec.model_type[:60]}: nothing that vLLM would cache")
     if not rules.hybrid and any(item.kind == "state" for item in every):
-        raise ConfigError(f"vLLM {_dotted(rules.since)} does not serve recurrent layers from its KV cache")
-    settings = _settings(spec, serving, rules, every, context, warnings)
-    block, padded = _block_size(settings, every, reasons)
-    placed_of = {
-        id(layer): [_placed(item, settings, block, padded, context) for item in specs] for layer, specs in by_layer
-    }
-    placed = [item for layer in spec.layers for item in placed_of[id(layer)]]
+        raise ConfigError(f"vLLM {dotted(rules.since)} does not serve recurrent layers from its KV cache")
+    settings = _settings(spec, serving, rules, every, context, drafted.tokens, warnings)
+    unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
+    block, padded = block_size(settings, every, unpacked, reasons)
+    layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
     if not rules.hybrid or serving.hybrid_disabled:
-        placed = _promoted(placed, reasons)
-    groups = _groups(placed, rules, reasons)
+        layers = promoted(layers, reasons)
+    groups = groups_of(layers, rules, reasons)
 
-    request = sum(_blocks(group[0], context, settings) for group in groups)
-    bytes_per_block = max(sum(item.page for item in group) for group in groups)
-    _explain(spec, groups, settings, context, reasons)
-    rows = tuple(_row(group, context, settings) for group in groups)
-    reserved = sequences * request * bytes_per_block
-    budget = serving.kv_budget
-    num_blocks = budget // bytes_per_block if budget is not None else None
-    concurrency = capacity = reported = None
-    log: tuple[str, ...] = ()
+    stages = serving.pipeline_parallel or 1
+    request = sum(settings.blocks(group[0].spec, context) for group in groups)
+    of_stage = [bytes_per_block(groups, stage) for stage in range(stages)]
+    widest = max(of_stage)
+    _explain(spec, groups, settings, context, stages, serving, reasons)
+    budget, num_blocks = serving.kv_budget, serving.num_blocks
+    if num_blocks is None and budget is not None:
+        # The poorest stage decides for all.
+        num_blocks = budget // widest
+    reported, concurrency, log = _capacity(rules, serving, settings, groups, num_blocks, request, block, context)
+    if rules.each_stage and budget is not None and serving.num_blocks is None:
+        counts = [budget // size for size in of_stage]
+        log = tuple(line for count in counts
+                    for line in _capacity(rules, serving, settings, groups, count, request, block, context)[2])  # fmt: skip
     if num_blocks is not None:
-        concurrency = num_blocks / request
-        # Through a float, as vLLM does: its log shows the result of exactly this.
-        capacity = int(concurrency * context)
-        smallest = min(group[0].block for group in groups)
-        reported = {
-            "blocks": num_blocks * block,
-            "groups": num_blocks // len(groups) * smallest,
-            "concurrency": capacity,
-        }[rules.capacity]
-        # One block is always set aside.
-        if num_blocks - 1 >= request:
-            log = _log(rules, serving, context, reported, concurrency)
-            if reserved > num_blocks * bytes_per_block:
-                warnings.append(
-                    f"{plural(sequences, 'request')} of this length need {sequences * request:,} blocks, "
-                    f"and the budget holds {num_blocks:,}: some would wait"
-                )
-        else:
-            warnings.append(
-                f"vLLM would not start: one request of {context:,} tokens needs {request:,} blocks, "
-                f"and the budget holds {num_blocks:,}, one of them set aside"
-            )
+        _warn_of_shortage(rules, serving, num_blocks, request, sequences, context, warnings)
+        if num_blocks - rules.spare_block < request:
+            log = ()
+    ranks = settings.ranks
     return Allocation(
         device=serving.device,
         tensor_parallel_size=ranks,
         block_size=block,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=widest,
         blocks_per_request=request,
-        reserved_bytes=reserved,
+        reserved_bytes=sequences * request * widest,
         kv_budget_bytes=budget,
         num_blocks=num_blocks,
-        capacity_tokens=capacity,
+        # Through a float, as vLLM does: its log shows the result of exactly this.
+        capacity_tokens=int(concurrency * context) if concurrency is not None else None,
         reported_capacity=reported,
         max_concurrency=concurrency,
-        per_rank=tuple(RankRow(rank, bytes_per_block, reserved) for rank in range(ranks)),
-        groups=rows,
+        per_rank=tuple(
+            RankRow(stage * ranks + rank, of_stage[stage], sequences * request * of_stage[stage])
+            for stage in range(stages)
+            for rank in range(ranks)
+        ),
+        groups=tuple(_row(group, settings, context) for group in groups),
         log=log,
         reasons=tuple(reasons),
         warnings=tuple(warnings),
@@ -188,28 +125,112 @@ def plan(
     )
 
 
-def _log(rules: Rules, serving: Serving, context: int, tokens: int, concurrency: float) -> tuple[str, ...]:
-    """What the engine prints at start-up."""
+def _two(version: str) -> tuple[int, int]:
+    major, minor = version.lower().removeprefix("v").split(".")[:2]
+    return int(major), int(minor)
+
+
+def _check_split(spec: ModelSpec, serving: Serving) -> None:
+    ranks = serving.tensor_parallel or 1
+    if spec.attention_heads is not None and spec.attention_heads % ranks:
+        raise UsageError(f"--tensor-parallel-size {ranks} does not divide the {spec.attention_heads} attention heads",
+                         hint="vLLM refuses this split")  # fmt: skip
+    if ranks % (serving.decode_context_parallel or 1):
+        raise UsageError(f"--decode-context-parallel-size {serving.decode_context_parallel} does not divide the "
+                         f"{plural(ranks, 'rank')} of --tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
+
+
+def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
+    """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
+    sparse = any(isinstance(state, Indexer) for layer, _ in spec.groups for state in layer.states_in("vllm"))
+    told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
+    if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
+        return fmt
+    warnings.append(
+        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
+    )
+    return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
+
+
+def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, reasons: list[str]) -> list[Placed]:
+    """Specs of every layer in order, with its pipeline stage; those that draft come last, on the last stage."""
+    ranks, cpu = serving.tensor_parallel or 1, serving.device == "cpu"
+    stages = serving.pipeline_parallel or 1
+    of = {id(layer): specs_of(layer, spec, fmt, ranks, cpu, drafted.tokens) for layer, _ in spec.groups}
+    stage = stage_of(len(spec.layers), stages, serving.stage_layers)
+    kept: dict[int, list[Spec]] = {}
+    if is_packed(fmt) and not any(item.kind == "state" for specs in of.values() for item in specs):
+        # The first and last two layers of a model without recurrent ones stay in the model's dtype.
+        whole = fmt.replace(key=plain(fmt.model), value=plain(fmt.model))
+        count = len(spec.layers)
+        edge = min(2, count // 2)
+        for index in (*range(edge), *range(count - edge, count)):
+            kept[index] = specs_of(spec.layers[index], spec, whole, ranks, cpu)
+        reasons.append(f"the first and last {edge} layers stay in {fmt.model.name}")
+    out = [
+        Placed(item, stage[index]) for index, layer in enumerate(spec.layers) for item in kept.get(index, of[id(layer)])
+    ]
+    seen: dict[int, list[Spec]] = {}
+    for layer, model in drafted.layers:
+        if id(layer) not in seen:
+            seen[id(layer)] = specs_of(layer, model, fmt, ranks, cpu)
+        out += [Placed(item, stages - 1) for item in seen[id(layer)]]
+    return out
+
+
+def _capacity(
+    rules: Rules, serving: Serving, settings: Settings, groups: list[Group], num_blocks: int | None, request: int,
+    block: int, context: int,
+) -> tuple[int | None, float | None, tuple[str, ...]]:  # fmt: skip
+    """Tokens that the log reports, requests that fit at once, and the log's lines."""
+    if num_blocks is None:
+        return None, None, ()
+    concurrency = num_blocks / request
+    if rules.capacity == "blocks":
+        tokens = num_blocks * block
+        concurrency = tokens / context
+    elif rules.capacity == "groups":
+        tokens = num_blocks // len(groups) * min(group[0].spec.block for group in groups) * settings.context_parallel
+    else:
+        tokens = int(concurrency * context)
     pool = "CPU" if serving.device == "cpu" else "GPU"
     size = f"{pool} KV cache size: {tokens:,} tokens"
     limit = f"Maximum concurrency for {context:,} tokens per request: {concurrency:.2f}x"
-    return (f"{size}, {limit}",) if rules.capacity == "concurrency" else (size, limit)
+    return tokens, concurrency, (f"{size}, {limit}",) if rules.one_line else (size, limit)
+
+
+def _warn_of_shortage(
+    rules: Rules, serving: Serving, num_blocks: int, request: int, sequences: int, context: int, warnings: list[str]
+) -> None:
+    if num_blocks - rules.spare_block < request:
+        warnings.append(
+            f"vLLM would not start: one request of {context:,} tokens needs {request:,} blocks, "
+            f"and the budget holds {num_blocks:,}" + (", one of them set aside" if rules.spare_block else "")
+        )
+    elif (serving.max_sequences or sequences) < sequences:
+        warnings.append(
+            f"{plural(sequences, 'request')} at once are more than --max-num-seqs {serving.max_sequences}: some would wait"
+        )
+    elif sequences * request > num_blocks:
+        warnings.append(
+            f"{plural(sequences, 'request')} of this length need {sequences * request:,} blocks, "
+            f"and the budget holds {num_blocks:,}: some would wait"
+        )
 
 
 def _settings(
-    spec: ModelSpec, serving: Serving, rules: Rules, specs: list[Spec], context: int, warnings: list[str]
-) -> _Settings:
+    spec: ModelSpec, serving: Serving, rules: Rules, specs: list[Spec], context: int, drafted: int, warnings: list[str]
+) -> Settings:
     cpu = serving.device == "cpu"
     kinds = {item.kind for item in specs}
     latent = "latent" in kinds
-    block, batched = serving.block_size, serving.max_batched
-    # Classes without any attention do not cache prefixes unless told to.
-    caching = serving.prefix_caching if serving.prefix_caching is not None else spec.model_type not in _ATTENTION_FREE
     ranks = serving.tensor_parallel or 1
+    block, batched = serving.block_size, serving.max_batched
+    states = _states(spec, serving, rules) if "state" in kinds else "none"
     if cpu and latent:
         if "indexer" in kinds or "state" in kinds:
             raise ConfigError("kvctl does not know vLLM's plan for this latent attention on a CPU")
-        block, caching, batched = 16, False, max(context, 2048)
+        block, states, batched = 16, "none", max(context, 2048)
     elif cpu:
         block = block or 128
     elif block is None:
@@ -222,134 +243,78 @@ def _settings(
             warnings.append(
                 "8,192 batched tokens, vLLM's default on a GPU of 70 GiB and more; --max-num-batched-tokens sets it"
             )
-    batches = 2 if rules.overlapped and not cpu else 1
+    # As many batches as stages are in flight, and one more with asynchronous scheduling.
+    batches = 1
+    if rules.overlapped and not cpu:
+        batches = (serving.pipeline_parallel or 1) + (serving.async_scheduling is not False)
     if cpu and "state" in kinds:
         warnings.append("on a CPU with AVX512-BF16 vLLM keeps Mamba and delta states in float32, which takes more")
-    return _Settings(cpu, ranks, block, batched, batches * batched, rules.checkpoints,
-                     serving.block_size is not None, caching and "state" in kinds)  # fmt: skip
-
-
-def _block_size(settings: _Settings, specs: list[Spec], reasons: list[str]) -> tuple[int, int]:
-    """Tokens in a block, and the page that states are padded to (0: they are not)."""
-    tokens = [item.token_bytes for item in specs if item.kind in ("full", "latent")]
-    pages = [item.page for item in specs if item.kind == "state"]
-    block = settings.block
-    if not settings.cpu and block % 16:
-        raise UsageError(f"--block-size {block} is no multiple of 16", hint="vLLM's attention kernels need one")
-    if not pages or not tokens:
-        return block, 0
-    token = max(tokens)
-    step = max(32 if settings.cpu else 16, block)
-    if any(item.kind == "latent" for item in specs):
-        step = max(step, 128)
-    page = max(pages)
-    needed = step * -(-page // (step * token))
-    if settings.cpu:
-        needed = -(-needed // 32) * 32
-    if block < needed:
-        reasons.append(
-            f"a block holds {needed:,} tokens so that a page of attention is as large as a recurrent state "
-            f"of {page:,} bytes"
+    flashinfer = rules.delta_checkpoints and serving.gdn_prefill_backend == "flashinfer"
+    if (
+        rules.delta_checkpoints
+        and states == "align"
+        and not cpu
+        and serving.gdn_prefill_backend is None
+        and any(item.checkpoints == "delta" for item in specs)
+    ):
+        warnings.append(
+            "estimated: counted for Triton's prefill of gated delta layers; where FlashInfer runs it (Hopper, and "
+            "Blackwell with CUDA 13) blocks are multiples of 64 and a request holds one more in each such group: "
+            "--gdn-prefill-backend flashinfer"
         )
-        block = needed
-    if block * token > page:
-        reasons.append(f"recurrent states of {page:,} bytes are padded to pages of {block * token:,}")
-    return block, block * token
-
-
-def _placed(item: Spec, settings: _Settings, block: int, padded: int, context: int) -> Spec:
-    """A spec with its block size and page."""
-    if item.kind == "state":
-        # Without any attention the block is set before a platform's default is.
-        aligned = block if padded or settings.block_given else 16
-        return item.replace(block=aligned if settings.aligned else context, page=max(item.page, padded))
-    if item.kind == "window" and settings.cpu:
-        # The CPU's kernel takes multiples of 32 only, and windows choose their own block.
-        return sized(item, max(item.step, block // item.step * item.step))
-    return sized(item, block)
-
-
-def _promoted(specs: list[Spec], reasons: list[str]) -> list[Spec]:
-    """Windows and chunks stored as if every token were kept."""
-    if len({item.kind for item in specs}) == 1 and len({item.limit for item in specs}) == 1:
-        return specs
-    if any(item.kind == "state" for item in specs):
-        raise UsageError("vLLM does not run recurrent models with the hybrid KV cache manager disabled")
-    if not any(item.grows for item in specs):
-        raise UsageError("vLLM needs the hybrid KV cache manager for a model whose windows differ")
-    block = next(item.block for item in specs if item.grows)
-    reasons.append("without the hybrid KV cache manager, windowed layers keep every token")
-    return [item if item.grows else sized(item, block).replace(kind="full", limit=0) for item in specs]
-
-
-def _groups(specs: list[Spec], rules: Rules, reasons: list[str]) -> list[list[Spec]]:
-    """Layers that share a block table; every group has a block of the same size."""
-    first = specs[0]
-    local = first.kind in ("window", "chunk")
-    uniform = len({item.block for item in specs}) == 1 and (
-        all(item.grows for item in specs)
-        or (local and all((item.kind, item.limit) == (first.kind, first.limit) for item in specs))
+    return Settings(
+        cpu=cpu,
+        ranks=ranks,
+        block=block,
+        batched=batched,
+        in_flight=batches * batched,
+        encoder=max(batched, spec.default_encoder or 0),
+        block_given=serving.block_size is not None,
+        states=states,
+        chunk=spec.scan_chunk or 2048,
+        checkpoints=(("ssd",) if rules.ssd_checkpoints else ()) + (("delta",) if flashinfer else ()),
+        delta_step=64 if flashinfer and any(item.checkpoints == "delta" for item in specs) else 1,
+        drafted=drafted if rules.draft_blocks else 0,
+        context_parallel=(serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1),
+        latent_step=rules.latent_step,
     )
-    if uniform or len(set(specs)) == 1:
-        return [specs]
-    page = max(item.page for item in specs)
-    unified = [_unify(item, page, reasons) for item in specs]
-    buckets: dict[Spec, list[Spec]] = {}
-    for item in unified:
-        buckets.setdefault(item, []).append(item)
-    counts = [len(bucket) for bucket in buckets.values()]
-    size = max(counts) if rules.even_groups and max(counts) < 1.5 * min(counts) else min(counts)
-    groups = []
-    for bucket in buckets.values():
-        number = -(-len(bucket) // size)
-        groups += [bucket[index::number] for index in range(number)]
-    return groups
 
 
-def _unify(item: Spec, page: int, reasons: list[str]) -> Spec:
-    """The same page for every layer: more tokens in a block where that comes out even, padding elsewhere."""
-    if item.page == page:
-        return item
-    if item.kind != "state" and page % item.page == 0:
-        return item.replace(block=item.block * (page // item.page), page=page)
-    if item.kind in ("latent", "indexer"):
-        raise ConfigError(
-            "vLLM cannot give latent layers the same page as this model's other layers",
-            hint="--disable-hybrid-kv-cache-manager stores windows in full",
-        )
-    line = f"pages of {item.page:,} bytes are padded to {page:,}"
-    if line not in reasons:
-        reasons.append(line)
-    return item.replace(page=page)
-
-
-def _blocks(item: Spec, context: int, settings: _Settings) -> int:
-    """Blocks that one request of the maximum length holds in a group of such layers."""
-    if item.kind == "state":
-        return 2 + item.checkpoints * settings.checkpoints if settings.aligned else 1
-    if item.kind == "window":
-        return -(-min(item.limit - 1 + settings.in_flight, context) // item.block) + 1
-    if item.kind == "chunk":
-        return -(-min(item.limit + settings.in_flight, context) // item.block)
-    return -(-context // item.block)
+def _states(spec: ModelSpec, serving: Serving, rules: Rules) -> str:
+    """What recurrent layers keep: vLLM's mamba_cache_mode."""
+    default = rules.state_caching == "default" and spec.model_type not in _ATTENTION_FREE
+    caching = serving.prefix_caching if serving.prefix_caching is not None else default
+    if not caching or rules.state_caching == "never":
+        return "none"
+    each = rules.state_each_block and spec.model_type in _STATE_EACH_BLOCK
+    if serving.mamba_cache_mode == "all" and not each:
+        raise UsageError(f"--mamba-cache-mode all: vLLM {dotted(rules.since)} has it not for {spec.model_type[:40]}",
+                         hint="--mamba-cache-mode align")  # fmt: skip
+    if each and serving.mamba_cache_mode != "align":
+        return "all"
+    return "align" if rules.align_others else "none"
 
 
 _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "indexer", "window": "sliding_window",
-          "chunk": "chunked_attention", "state": "recurrent_state"}  # fmt: skip
+          "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention"}  # fmt: skip
 
 
-def _row(group: list[Spec], context: int, settings: _Settings) -> GroupRow:
+def _row(group: Group, settings: Settings, context: int) -> GroupRow:
     return GroupRow(
-        kind=_KINDS[group[0].kind],
+        kind=_KINDS[group[0].spec.kind],
         layers=len(group),
-        block_size=group[0].block,
-        page_bytes=sum(item.page for item in group),
-        blocks_per_request=_blocks(group[0], context, settings),
+        block_size=group[0].spec.block,
+        page_bytes=sum(item.spec.page for item in group),
+        blocks_per_request=settings.blocks(group[0].spec, context),
     )
 
 
-def _explain(spec: ModelSpec, groups: list[list[Spec]], settings: _Settings, context: int, reasons: list[str]) -> None:
+def _explain(
+    spec: ModelSpec, groups: list[Group], settings: Settings, context: int, stages: int, serving: Serving,
+    reasons: list[str],
+) -> None:  # fmt: skip
     """Why the engine takes more than the architecture needs, in words."""
+    specs = [item.spec for group in groups for item in group]
     widest = max(len(group) for group in groups)
     short = sum(widest - len(group) for group in groups)
     if len(groups) > 1:
@@ -357,24 +322,42 @@ def _explain(spec: ModelSpec, groups: list[list[Spec]], settings: _Settings, con
             f"{plural(len(groups), 'group')} of {plural(widest, 'layer')} share one pool"
             + (f"; {plural(short, 'place')} in them stay empty and are paid for" if short else "")
         )
-    windows = sorted({item.limit for group in groups for item in group if item.kind == "window"})
-    for window in windows:
+    for window in sorted({item.limit for item in specs if item.kind == "window"}):
         if window - 1 + settings.in_flight < context:
             batches = f"{settings.in_flight // settings.batched} × " if settings.in_flight != settings.batched else ""
             reasons.append(
                 f"a window keeps {window:,} − 1 tokens, {batches}{settings.batched:,} in flight, and one block more"
             )
-    if settings.aligned:
+    if settings.states == "align":
         reasons.append(
             "prefix caching keeps recurrent states at block boundaries: 2 blocks a group"
-            + (", and 1 for a checkpoint with Mamba 2" if settings.checkpoints else "")
+            + (", and 1 for a checkpoint with Mamba 2" if "ssd" in settings.checkpoints else "")
         )
-    if settings.ranks > 1:
-        heads = {s.kv_heads for layer, _ in spec.groups for s in layer.states if isinstance(s, Attention)}
-        for count in sorted(heads):
-            if settings.ranks > count:
-                reasons.append(
-                    f"{plural(count, 'KV head')} on {settings.ranks} ranks: every head is held {settings.ranks // count} times"
-                )
-        if any(item.kind == "latent" for group in groups for item in group):
-            reasons.append(f"latents are not split: every one of {settings.ranks} ranks holds all of them")
+    elif settings.states == "all":
+        reasons.append("prefix caching keeps a recurrent state at every block boundary")
+    if settings.drafted and any(item.kind == "state" for item in specs):
+        reasons.append(f"recurrent layers hold {plural(settings.drafted, 'block')} more for draft tokens")
+    if settings.context_parallel > 1:
+        reasons.append(f"tokens are dealt out over {settings.context_parallel} ranks: each holds its part of them")
+    if stages > 1:
+        reasons.append(f"{stages} pipeline stages: the one that holds most decides how many blocks all have")
+    if serving.offload is not None:
+        copies = stages if any(item.kind == "latent" for item in specs) else stages * settings.ranks
+        held = serving.offload // (copies * max(bytes_per_block(groups, stage) for stage in range(stages)))
+        reasons.append(f"host memory of {serving.offload:,} bytes holds {held:,} blocks that leave the GPU")
+    if (serving.data_parallel or 1) > 1:
+        reasons.append(f"{serving.data_parallel} data-parallel engines: each has a pool of its own, of this size")
+    _explain_ranks(spec, specs, settings, reasons)
+
+
+def _explain_ranks(spec: ModelSpec, specs: list[Spec], settings: Settings, reasons: list[str]) -> None:
+    if settings.ranks == 1:
+        return
+    heads = {s.kv_heads for layer, _ in spec.groups for s in layer.states if isinstance(s, Attention)}
+    for count in sorted(heads):
+        if settings.ranks > count:
+            reasons.append(
+                f"{plural(count, 'KV head')} on {settings.ranks} ranks: every head is held {settings.ranks // count} times"
+            )
+    if settings.context_parallel == 1 and any(item.kind == "latent" for item in specs):
+        reasons.append(f"latents are not split: every one of {settings.ranks} ranks holds all of them")

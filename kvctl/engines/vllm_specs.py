@@ -14,6 +14,7 @@ from kvctl.spec import (
     Attention,
     ChunkedAttention,
     ConvState,
+    CrossAttention,
     Empty,
     Formats,
     Indexer,
@@ -26,12 +27,28 @@ from kvctl.spec import (
 
 _FP8, _PER_HEAD = cache_format("fp8"), cache_format("int8_per_token_head")
 _DS_MLA = CacheFormat("fp8_ds_mla", 576, 656, "656 bytes a token: 512 fp8, 4 fp32 scales, 64 bf16 of the rotary key")
+_NVFP4_DS_MLA = CacheFormat(
+    "nvfp4_ds_mla", 576, 352, "352 bytes a token: 512 fp4, their scales, 64 bf16 of the rotary key"
+)
+
+
+def _turbo(name: str, key_bits: int, value_bits: int) -> CacheFormat:
+    """A packed format: bits an element, and 2 (keys) and 4 bytes (values) of a token's head for norm, scale and zero."""
+    values = CacheFormat(name, 8, value_bits, f"values of {value_bits} bits + 4 bytes for each token and KV head", 4)
+    keys = f"keys of {key_bits} bits" + ("" if key_bits == 8 else " + 2 bytes for each token and KV head")
+    return CacheFormat(name, 8, key_bits, keys, 0 if key_bits == 8 else 2, values)
+
 
 KV_DTYPES: dict[str, CacheFormat] = {
     "float16": plain(FP16),
     "bfloat16": plain(BF16),
     **{name: _FP8.replace(name=name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")},
     "fp8_ds_mla": _DS_MLA,
+    "nvfp4_ds_mla": _NVFP4_DS_MLA,
+    "turboquant_k8v4": _turbo("turboquant_k8v4", 8, 4),
+    "turboquant_4bit_nc": _turbo("turboquant_4bit_nc", 4, 4),
+    "turboquant_k3v4_nc": _turbo("turboquant_k3v4_nc", 3, 4),
+    "turboquant_3bit_nc": _turbo("turboquant_3bit_nc", 3, 3),
     "fp8_per_token_head": cache_format("fp8_per_token_head"),
     "int8_per_token_head": _PER_HEAD,
     "int4_per_token_head": CacheFormat(
@@ -43,11 +60,15 @@ KV_DTYPES: dict[str, CacheFormat] = {
     ),
     "nvfp4": cache_format("nvfp4"),
 }
-"""What --kv-cache-dtype takes. vLLM also has packed formats (turboquant_*, ultraquant_4bit,
-nvfp4_ds_mla) that are not counted here yet."""
+"""What --kv-cache-dtype takes. vLLM also has packed formats of ROCm (octave_*, ultraquant_4bit)
+that are not counted here."""
 
-_UNCOUNTED = ("nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
-              "ultraquant_4bit", "nvfp4_4over6")  # fmt: skip
+_SINCE = {"fp8_ds_mla": (0, 11), "nvfp4_ds_mla": (0, 30), "int4_per_token_head": (0, 25)} | {
+    name: (0, 20) for name in KV_DTYPES if name.startswith("turboquant") or name in (
+        "int8_per_token_head", "fp8_per_token_head", "nvfp4")
+}  # fmt: skip
+_UNCOUNTED = ("octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit", "nvfp4_4over6")
+_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def kv_dtype(name: str, option: str) -> CacheFormat:
@@ -67,11 +88,24 @@ def kv_dtype(name: str, option: str) -> CacheFormat:
     return fmt
 
 
+def check_format(fmt: Formats, version: tuple[int, int]) -> None:
+    """Refuses a format that this version does not have."""
+    if fmt.key.name not in _DTYPES and _SINCE.get(fmt.key.name, (0, 0)) > version:
+        names = [name for name in KV_DTYPES if _SINCE.get(name, (0, 0)) <= version]
+        raise UsageError(f"--kv-cache-dtype {fmt.key.name}: not known of vLLM {version[0]}.{version[1]}",
+                         hint="one of auto, " + ", ".join(names))  # fmt: skip
+
+
+def is_packed(fmt: Formats) -> bool:
+    """Whether keys and values of a head lie in one packed slot."""
+    return fmt.key.name.startswith("turboquant")
+
+
 class Spec(Record):
-    """One block of one layer. `limit`: window or chunk; equal specs share a group."""
+    """One block of one layer. `limit`: window, chunk or encoder's positions; equal specs share a group."""
 
     kind: str
-    """full, latent, indexer, window, chunk or state."""
+    """full, latent, indexer, window, chunk, state or cross."""
     token_bytes: int
     """Bytes of one token; 0 for states."""
     block: int
@@ -80,7 +114,8 @@ class Spec(Record):
     """What a CPU's window kernel wants a block to be a multiple of."""
     page: int = 0
     """Bytes of a block, padding included."""
-    checkpoints: int = 0
+    checkpoints: str = ""
+    """ssd or delta: whose rule about checkpoints of the prefill holds."""
 
     @property
     def grows(self) -> bool:
@@ -114,10 +149,10 @@ _CONFIG_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3
 
 
 def _state_bytes(
-    states: list[ConvState | RecurrentState], model_type: str, fmt: Formats, ranks: int
-) -> tuple[int, int]:
-    """Bytes of one request's convolution and recurrent state on one rank, and Mamba 2's checkpoint blocks."""
-    total, checkpoints = 0, 0
+    states: list[ConvState | RecurrentState], model_type: str, fmt: Formats, ranks: int, drafted: int
+) -> int:
+    """Bytes of one request's convolution and recurrent state on one rank, with room for `drafted` tokens."""
+    total = 0
     for state in states:
         if isinstance(state, ConvState):
             channels = state.channels
@@ -130,7 +165,7 @@ def _state_bytes(
                         hint="vLLM refuses this split",
                     )
                 channels += (ranks - 1) * width
-            columns = state.columns(IDEAL.retention)
+            columns = state.columns(IDEAL.retention) + drafted
             total += _divide(channels, ranks, "channels of the convolution") * columns * fmt.model.bytes
         else:
             dtype: DType = fmt.model
@@ -141,17 +176,23 @@ def _state_bytes(
             total += (
                 _divide(state.shape[0], ranks, "heads of the state") * (state.elements // state.shape[0]) * dtype.bytes
             )
-            checkpoints = int(state.name == "ssm" and len(state.shape) == 3)
-    return total, checkpoints
+    return total
+
+
+def _checkpoints(state: ConvState | RecurrentState) -> str:
+    """Whose rule says whether a prefill reserves a block for a checkpoint: that of Mamba 2 or of gated delta layers."""
+    if not isinstance(state, RecurrentState):
+        return ""
+    return "delta" if state.name == "delta" else "ssd" if state.name == "ssm" and len(state.shape) == 3 else ""
 
 
 def _latent_row(state: LatentAttention, fmt: CacheFormat) -> int:
     """Bytes of one token's latent."""
     width = state.latent + state.rope
-    if fmt.name == _DS_MLA.name and width != _DS_MLA.block:
-        raise UsageError(f"--kv-cache-dtype fp8_ds_mla is for latents of 512 + 64, not of {width}")
-    if fmt.name == "nvfp4":
-        raise UsageError("vLLM does not keep latents in nvfp4", hint="--kv-cache-dtype fp8")
+    if fmt.name.endswith("_ds_mla") and width != fmt.block:
+        raise UsageError(f"--kv-cache-dtype {fmt.name} is for latents of 512 + 64, not of {width}")
+    if fmt.name == "nvfp4" or fmt.name.startswith("turboquant"):
+        raise UsageError(f"vLLM does not keep latents in {fmt.name}", hint="--kv-cache-dtype fp8")
     # Two scales, as if there were values of their own.
     return fmt.row_bytes(width, 0) + 2 * fmt.head_bytes
 
@@ -161,6 +202,10 @@ def _attention(state: Attention, fmt: Formats, heads: int, cpu: bool) -> Spec:
     if cpu and fmt.key.name in KV_DTYPES and fmt.key.name not in ("float16", "bfloat16"):
         # The CPU's kernel packs nothing and stores no scales beside the rows: a byte an element.
         token = keys + values
+    elif fmt.key.name.startswith("turboquant"):
+        # A head's slot holds key and value and has an even number of bytes.
+        slot = fmt.key.row_bytes(state.key_dim) + fmt.value.row_bytes(state.value_dim)
+        token = heads * (slot + slot % 2)
     else:
         token = fmt.key.row_bytes(keys, heads) + fmt.value.row_bytes(values, heads)
     # Keys and values of different widths run on a kernel of their own.
@@ -175,8 +220,8 @@ def _attention(state: Attention, fmt: Formats, heads: int, cpu: bool) -> Spec:
 _STATES = {("conv",), ("conv", "delta"), ("conv", "kda"), ("conv", "ssm")}
 
 
-def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool) -> list[Spec]:
-    """Specs of one layer, block size still open (0)."""
+def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0) -> list[Spec]:
+    """Specs of one layer, block size still open (0); `drafted`: speculative tokens a step."""
     specs: list[Spec] = []
     states: list[ConvState | RecurrentState] = []
     for state in layer.states_in("vllm"):
@@ -189,10 +234,13 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool)
         elif isinstance(state, Indexer) and state.stride == 1 and state.dim % 128 == 0 and specs:
             # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
             specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0))
+        elif isinstance(state, CrossAttention) and state.window is None and spec.cross_input == "audio":
+            # As many positions as the encoder's budget has: that is known with the batch.
+            specs.append(_attention(state, fmt, _heads(state.kv_heads, ranks), cpu).replace(kind="cross"))
         elif (attention := plain_attention(state)) is not None:
-            if fmt.key.name == _DS_MLA.name:
+            if fmt.key.name.endswith("_ds_mla"):
                 raise UsageError(
-                    "--kv-cache-dtype fp8_ds_mla is for latent attention; this model keeps keys and values"
+                    f"--kv-cache-dtype {fmt.key.name} is for latent attention; this model keeps keys and values"
                 )
             specs.append(_attention(attention, fmt, _heads(attention.kv_heads, ranks), cpu))
         else:
@@ -201,6 +249,6 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool)
         names = tuple("conv" if isinstance(s, ConvState) else s.name for s in states)
         if names not in _STATES or (names == ("conv",) and specs):
             raise not_known(spec, states[-1], "vLLM")
-        page, checkpoints = _state_bytes(states, spec.model_type, fmt, ranks)
-        specs.append(Spec("state", 0, 0, page=page, checkpoints=checkpoints))
+        page = _state_bytes(states, spec.model_type, fmt, ranks, drafted)
+        specs.append(Spec("state", 0, 0, page=page, checkpoints=_checkpoints(states[-1])))
     return specs

@@ -1,0 +1,469 @@
+"""Pasted command lines: how somebody starts an engine, in the shell, in Docker or in Kubernetes.
+
+`read` finds the engine, its version, the model and the flags that change memory. Flags that do
+not are passed over; which of an engine's flags take a value is data (data/engine_flags.json),
+so that a misspelt one is told from one that does not matter here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvctl.engines.flags import BYTES, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
+from kvctl.errors import UsageError
+from kvctl.record import Record
+
+_LONGEST = 200_000
+
+# Settings that every command of kvctl has an option for; spelled as the engines do.
+COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {"model": ("--model",), "revision": ("--revision",), "context": ("--max-model-len",), "dtype": ("--dtype",),
+             "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--hf-overrides",)},
+    "sglang": {"model": ("--model-path", "--model"), "revision": ("--revision",), "context": ("--context-length",),
+               "dtype": ("--dtype",), "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--json-model-override-args",)},
+    "llama.cpp": {"model": ("-m", "--model"), "repo": ("-hf", "-hfr", "--hf-repo"), "file": ("-hff", "--hf-file"),
+                  "context": ("-c", "--ctx-size"), "k_dtype": ("-ctk", "--cache-type-k"),
+                  "v_dtype": ("-ctv", "--cache-type-v")},
+    "tensorrt-llm": {"context": ("--max_seq_len",), "kv_dtype": ("--kv_cache_dtype",), "revision": ("--revision",)},
+    "ollama": {"context": ("OLLAMA_CONTEXT_LENGTH",), "kv_dtype": ("OLLAMA_KV_CACHE_TYPE",)},
+    "transformers": {"model": ("--force-model",), "dtype": ("--dtype",)},
+}  # fmt: skip
+
+# Variables that stand for a flag.
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    "llama.cpp": {
+        "LLAMA_ARG_MODEL": "-m", "LLAMA_ARG_HF_REPO": "-hf", "LLAMA_ARG_HF_FILE": "-hff", "LLAMA_ARG_CTX_SIZE": "-c",
+        "LLAMA_ARG_N_PARALLEL": "-np", "LLAMA_ARG_CACHE_TYPE_K": "-ctk", "LLAMA_ARG_CACHE_TYPE_V": "-ctv",
+        "LLAMA_ARG_UBATCH": "-ub", "LLAMA_ARG_BATCH": "-b", "LLAMA_ARG_FLASH_ATTN": "-fa", "LLAMA_ARG_KV_UNIFIED": "-kvu",
+        "LLAMA_ARG_SWA_FULL": "--swa-full", "LLAMA_ARG_NO_KV_OFFLOAD": "-nkvo",
+    },
+}  # fmt: skip
+
+# What starts an engine: program, what must follow it, engine.
+_PROGRAMS = (
+    ("vllm", ("serve", "bench", "chat", "complete"), "vllm"),
+    ("sglang", ("serve",), "sglang"),
+    ("llama-server", (), "llama.cpp"),
+    ("llama-cli", (), "llama.cpp"),
+    ("llama-completion", (), "llama.cpp"),
+    ("llama-server.exe", (), "llama.cpp"),
+    ("llama-cli.exe", (), "llama.cpp"),
+    ("trtllm-serve", (), "tensorrt-llm"),
+    ("ollama", ("serve", "run"), "ollama"),
+    ("transformers", ("serve",), "transformers"),
+)
+_MODULES = (("vllm.entrypoints.", "vllm"), ("sglang.launch_server", "sglang"), ("sglang.srt.", "sglang"),
+            ("llama_cpp.server", "llama.cpp"))  # fmt: skip
+_IMAGE = re.compile(
+    r"(?:[\w.-]+(?::\d+)?/)*(?:(?P<vllm>vllm-openai|vllm)|(?P<sglang>sglang)|(?P<llama>llama\.cpp)|(?P<ollama>ollama)"
+    r"|tensorrt-llm/(?P<trt>release))(?:-\w+)?(?::(?P<tag>[\w.-]+))?(?:@sha256:[0-9a-f]+)?"
+)
+_OF_IMAGE = {"vllm": "vllm", "sglang": "sglang", "llama": "llama.cpp", "ollama": "ollama", "trt": "tensorrt-llm"}
+_TAG = re.compile(r"v?(\d+\.\d+(?:\.\d+)?)(?:[.-].*|)|(?:.*-)?(b\d{3,6})")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_NUMBER = re.compile(r"-\d+(\.\d+)?")
+_UNSET = re.compile(r"\$\{?\w+|\$\(|\{\{")
+
+
+class Started(Record):
+    """What a command line says: texts as they stand there, None where it says nothing."""
+
+    engine: str
+    version: str | None
+    model: str | None
+    common: Mapping[str, str]
+    """Settings of `COMMON` but for the model."""
+    flags: tuple[Given, ...]
+    notes: tuple[str, ...]
+
+
+def read(text: str, engine: str | None = None) -> Started:
+    """The engine that a pasted command line starts; `engine`: the one it is for, where the user named it.
+
+    Raises:
+        UsageError: no engine in it, another than `engine`, a flag that no engine of this kind has.
+
+    """
+    if len(text) > _LONGEST:
+        raise UsageError("--engine-args is too long to be a command line")
+    words, environment, image = _words(text)
+    environment |= _docker_variables(words)
+    found, version, words = _program(words, image)
+    if found is None and engine is None:
+        raise UsageError("--engine-args: no engine's command in it",
+                         hint="paste all of it (vllm serve …, llama-server …), or name the engine with --engine")  # fmt: skip
+    if found is not None and engine is not None and found != engine:
+        raise UsageError(f"--engine-args starts {found}, and --engine says {engine}", hint="leave --engine out")
+    name = found or engine
+    assert name is not None
+    if name not in COMMON:
+        raise UsageError(f"--engine-args: {name} has no command line of its own",
+                         hint="it is for " + ", ".join(COMMON))  # fmt: skip
+    return _Reader(name, version).read(words, environment)
+
+
+# -- words ----------------------------------------------------------------------------------
+
+
+def _words(text: str) -> tuple[list[str], dict[str, str], str | None]:
+    """Words of the command, variables set for it, and the image it runs in."""
+    stripped = text.strip()
+    if not stripped:
+        raise UsageError("--engine-args is empty", hint="""--engine-args "vllm serve MODEL --max-model-len 32768\"""")
+    if stripped.startswith(("[", "- ")) or re.search(r"(?m)^\s*(- )?(args|command|image|apiVersion):", stripped):
+        return _from_manifest(stripped)
+    joined = re.sub(r"[\\^`][ \t]*\r?\n", " ", stripped)
+    lexer = shlex.shlex(joined, posix=True, punctuation_chars=";|&<>")
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        words = list(lexer)
+    except ValueError:
+        raise UsageError("--engine-args: a quotation mark is not closed in it") from None
+    commands: list[list[str]] = [[]]
+    skip = False
+    for word in words:
+        if word and set(word) <= set(";|&<>"):
+            if "<" in word or ">" in word:
+                skip = True
+            else:
+                commands.append([])
+        elif skip:
+            skip = False
+        else:
+            commands[-1].append(word)
+    environment: dict[str, str] = {}
+    chosen: list[str] = []
+    for command in commands:
+        rest = list(command)
+        while rest and (
+            _ASSIGNMENT.fullmatch(rest[0]) or rest[0] in ("export", "env", "sudo", "exec", "nohup", "time")
+        ):
+            name, equals, value = rest.pop(0).partition("=")
+            if equals:
+                environment[name] = value
+        if rest and (not chosen or _program(rest, None)[0] is not None):
+            chosen = rest
+    if (
+        chosen
+        and chosen[0] in ("bash", "sh", "/bin/bash", "/bin/sh")
+        and any(w.startswith("-") and w.endswith("c") for w in chosen[1:-1])
+    ):
+        inner, more, image = _words(chosen[-1])
+        return inner, environment | more, image
+    return chosen, environment, None
+
+
+def _from_manifest(text: str) -> tuple[list[str], dict[str, str], str | None]:
+    """A list of arguments, or a Kubernetes manifest with containers in it."""
+    import yaml
+
+    try:
+        documents = [item for item in yaml.safe_load_all(text) if item is not None]
+    except (yaml.YAMLError, RecursionError, ValueError):
+        raise UsageError("--engine-args: looks like a list or a manifest, and is no valid YAML") from None
+    if (
+        len(documents) == 1
+        and isinstance(documents[0], list)
+        and all(isinstance(x, (str, int, float)) for x in documents[0])
+    ):
+        return _unwrapped([str(word) for word in documents[0]], {}, None)
+    found = []
+    for container in _containers(documents, 0):
+        words = [str(word) for key in ("command", "args") for word in _listed(container.get(key))]
+        image = container.get("image")
+        found.append(_unwrapped(words, _variables(container), image if isinstance(image, str) else None))
+        if _program(found[-1][0], found[-1][2])[0] is not None:
+            return found[-1]
+    if len(found) == 1:
+        return found[0]
+    raise UsageError("--engine-args: no container in it starts an engine that kvctl knows")
+
+
+def _variables(container: Mapping[str, Any]) -> dict[str, str]:
+    """Environment of a container: Kubernetes' env, Compose's environment."""
+    out: dict[str, str] = {}
+    for item in _listed(container.get("env")) if isinstance(container.get("env"), list) else ():
+        if isinstance(item, Mapping) and "name" in item and "value" in item:
+            out[str(item["name"])] = str(item["value"])
+    more = container.get("environment")
+    if isinstance(more, Mapping):
+        out |= {str(name): str(value) for name, value in more.items()}
+    elif isinstance(more, list):
+        out |= _assignments(str(item) for item in more)
+    return out
+
+
+def _assignments(words: Iterable[str]) -> dict[str, str]:
+    pairs = (word.partition("=") for word in words)
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def _docker_variables(words: Sequence[str]) -> dict[str, str]:
+    """What docker run's -e sets."""
+    out: list[str] = []
+    for index, word in enumerate(words):
+        if word in ("-e", "--env"):
+            out += words[index + 1 : index + 2]
+        elif word.startswith("--env="):
+            out.append(word.removeprefix("--env="))
+    return _assignments(out)
+
+
+def _unwrapped(
+    words: list[str], environment: dict[str, str], image: str | None
+) -> tuple[list[str], dict[str, str], str | None]:
+    """The same without a shell around it."""
+    if (
+        len(words) >= 3
+        and words[0].rpartition("/")[2] in ("bash", "sh")
+        and words[1].startswith("-")
+        and "c" in words[1]
+    ):
+        inner, more, _ = _words(words[2])
+        return inner, environment | more, image
+    return words, environment, image
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else shlex.split(value) if isinstance(value, str) else ()
+
+
+def _containers(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+    """Everything in a manifest that has args or a command."""
+    if depth > 20:
+        return
+    if isinstance(value, Mapping):
+        if isinstance(value.get("args"), (list, str)) or isinstance(value.get("command"), (list, str)):
+            yield value
+        for inner in value.values():
+            yield from _containers(inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _containers(inner, depth + 1)
+
+
+def _program(words: list[str], image: str | None) -> tuple[str | None, str | None, list[str]]:
+    """Engine and version of a command, and the words after what starts it."""
+    engine = version = None
+    start = 0
+    if image is not None:
+        engine, version = _from_image(image)
+    for index, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        for program, follows, owner in _PROGRAMS:
+            if name == program and (not follows or (index + 1 < len(words) and words[index + 1] in follows)):
+                return owner, version if owner == engine else None, _after(words, index + 1 + bool(follows), owner)
+        if word == "-m" and index + 1 < len(words):
+            for module, owner in _MODULES:
+                if words[index + 1].startswith(module):
+                    return owner, version if owner == engine else None, words[index + 2 :]
+        if engine is None and index and not word.startswith(("-", "/", ".", "~")):
+            engine, version = _from_image(word)
+            if engine is not None:
+                start = index + 1
+    return engine, version, words[start:]
+
+
+def _after(words: list[str], index: int, owner: str) -> list[str]:
+    # trtllm-serve takes its subcommand or none.
+    if owner == "tensorrt-llm" and words[index : index + 1] == ["serve"]:
+        index += 1
+    return words[index:]
+
+
+def _from_image(word: str) -> tuple[str | None, str | None]:
+    match = _IMAGE.fullmatch(word)
+    if match is None or ("/" not in word and ":" not in word):
+        return None, None
+    engine = next(_OF_IMAGE[name] for name in _OF_IMAGE if match[name])
+    tag = _TAG.fullmatch(match["tag"] or "")
+    return engine, (tag[1] or tag[2]) if tag else None
+
+
+# -- flags ----------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Words of one engine's command line, read into settings."""
+
+    def __init__(self, engine: str, version: str | None) -> None:
+        self.engine, self.version = engine, version
+        self.flags = {name: flag for flag in FLAGS for name in self._spellings(flag)}
+        self.common = {name: field for field, names in COMMON[engine].items() for name in names}
+        self.switches, self.values = _known(engine)
+        self.notes: list[str] = []
+        self.settings: dict[str, str] = {}
+        self.given: dict[str, Given] = {}
+        self.objects: dict[str, dict[str, Any]] = {}
+
+    def _spellings(self, flag: Flag) -> tuple[str, ...]:
+        return (*flag.names.get(self.engine, ()), *(flag.off if self.engine in flag.engines else ()))
+
+    def read(self, words: Sequence[str], environment: Mapping[str, str]) -> Started:
+        positional: list[str] = []
+        for name, value in self._environment(environment):
+            self._take(name, value)
+        queue = list(words)
+        while queue:
+            word = queue.pop(0)
+            if word == "--":
+                positional += queue
+                break
+            if not word.startswith("-") or _NUMBER.fullmatch(word) or word == "-":
+                positional.append(word)
+                continue
+            name, equals, inline = word.partition("=")
+            name = self._canonical(name)
+            if self._is_switch(name):
+                self._take(name, inline if equals else None)
+            elif equals:
+                self._take(name, inline)
+            elif queue and (not queue[0].startswith("-") or _NUMBER.fullmatch(queue[0])):
+                self._take(name, queue.pop(0))
+            elif name in self.flags and self.flags[name].kind is ON_OFF:
+                self._take(name, "on")  # a switch in older builds
+            elif name in self.flags or name in self.common:
+                raise UsageError(f"--engine-args: {name} has no value")
+            else:
+                self._take(name, None)
+        return self._started(positional)
+
+    def _environment(self, environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+        names = {name: name for name in (*self.flags, *self.common)} | dict(ENVIRONMENT.get(self.engine, {}))
+        for variable in names.keys() & environment.keys():
+            name, value = names[variable], environment[variable]
+            if not self._is_switch(name):
+                yield name, value
+            elif value.lower() in ("1", "true", "on", "enabled"):
+                yield name, None
+
+    def _canonical(self, name: str) -> str:
+        if self.engine in ("vllm", "sglang") and name.startswith("--"):
+            # Their parsers read underscores as dashes.
+            head, dot, tail = name.partition(".")
+            return head.replace("_", "-") + dot + tail
+        if self.engine == "tensorrt-llm" and name.startswith("--") and name not in self.flags:
+            return name.replace("-", "_").replace("__", "--", 1)
+        return name
+
+    def _is_switch(self, name: str) -> bool:
+        flag = self.flags.get(name)
+        return flag.kind.read is None if flag is not None else name in self.switches
+
+    def _take(self, name: str, value: str | None) -> None:
+        """One flag with its value; None for a switch."""
+        if value is not None and _UNSET.search(value) and (name in self.flags or name in self.common):
+            raise UsageError(f"--engine-args: {name} is {value[:40]!r}, which a shell would replace",
+                             hint="put the value itself there")  # fmt: skip
+        base, _, inner = name.partition(".")
+        flag = self.flags.get(name)
+        if flag is not None and flag.kind.read is None:
+            on = name not in flag.off
+            if value is not None and value.lower() in ("false", "0", "off"):
+                on = not on
+            self.given[flag.key] = given(flag, name, on)
+        elif flag is not None and value is not None:
+            self.given[flag.key] = Given(flag, name, value_of(self.engine, flag, value, name))
+        elif inner and base in self.flags and self.flags[base].kind is OBJECT and value is not None:
+            self.objects.setdefault(base, {})[inner] = _scalar(value)
+        elif name in self.common and value is not None:
+            self.settings[self.common[name]] = value
+        elif base not in self.switches and base not in self.values:
+            self._unknown(name)
+
+    def _unknown(self, name: str) -> None:
+        import difflib
+
+        if not self.values:
+            return
+        known = (*self.flags, *self.common)
+        near = difflib.get_close_matches(name, known, 1, 0.84) if name.startswith("--") else []
+        if near:
+            raise UsageError(f"--engine-args: {self.engine} has no flag {name[:60]}", hint=f"did you mean {near[0]}?")
+        self.notes.append(f"{name[:60]} is no flag of {self.engine} that kvctl knows: passed over")
+
+    def _started(self, positional: Sequence[str]) -> Started:
+        for name, value in self.objects.items():
+            flag = self.flags[name]
+            import json
+
+            self.given[flag.key] = given(flag, name, json.dumps(value))
+        settings = self.settings
+        model = settings.pop("model", None)
+        repo, file = settings.pop("repo", None), settings.pop("file", None)
+        if model is None and repo is not None:
+            model = f"{repo}/{file}" if file else repo
+        if model is None and positional and self.engine in ("vllm", "tensorrt-llm", "ollama", "transformers"):
+            model = positional[0]
+        return Started(self.engine, self.version, model, settings, tuple(self.given.values()), tuple(self.notes))
+
+
+def _scalar(text: str) -> Any:
+    import json
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _known(engine: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Switches, and flags that take a value, of an engine; as its newest parsers have them."""
+    import json
+    from importlib import resources
+
+    data = json.loads(resources.files("kvctl").joinpath("data/engine_flags.json").read_text("utf-8"))
+    facts = data.get(engine, {})
+    return frozenset(facts.get("switches", "").split()), frozenset(facts.get("values", "").split())
+
+
+_HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+
+
+def value_of(engine: str, flag: Flag, text: str, spelling: str) -> Any:
+    """A flag's value as the engine itself reads it: vLLM's k is 1,000 and its K is 1,024."""
+    if flag.kind in (TOKENS, BYTES):
+        return count_of(engine, text, spelling)
+    return flag.read(text, spelling)
+
+
+def count_of(engine: str, text: str, spelling: str) -> int:
+    """A whole number as the engine reads it."""
+    match = _HUMAN.fullmatch(text.strip()) if engine == "vllm" else None
+    if match is not None:
+        power = "kmgt".index(match[2].lower()) + 1
+        if match[2].islower():
+            thousand: int = 1000**power
+            return int(float(match[1]) * thousand)
+        if "." not in match[1]:
+            return int(match[1]) << 10 * power
+    elif text.strip().isascii() and text.strip().isdigit() and len(text) <= 20:
+        return int(text)
+    raise UsageError(f"--engine-args: {spelling} {text[:40]!r} is no number that {engine} reads")
+
+
+def overrides_of(text: str | None) -> dict[str, Any]:
+    """What-ifs of the configuration in an engine's JSON, nested keys dotted as --set has them."""
+    if text is None:
+        return {}
+    import json
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UsageError(f"--engine-args: overrides of the configuration are no JSON object: {text[:60]!r}")
+    return dict(_flat(value, ""))
+
+
+def _flat(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and key.endswith("config"):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner

@@ -1,0 +1,253 @@
+"""Options that change what an engine reserves, under every engine's own names.
+
+One row a setting: which engines have it, how each spells it, how its value is read. The
+command line, `--engine-args`, the man page and the completions all follow from `FLAGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvctl.allocation import Serving
+from kvctl.errors import UsageError
+from kvctl.record import Record
+from kvctl.units import parse_bytes, parse_tokens
+
+DEVICES = ("gpu", "cpu")
+
+
+class Kind(Record):
+    """How the value of a flag is read: `read(text, spelling, flag)`; None is a switch."""
+
+    metavar: str
+    read: Callable[[str, str, Flag], Any] | None
+
+
+class Flag(Record):
+    """One setting of an engine's start."""
+
+    field: str
+    """Where it goes in `Serving`."""
+    kind: Kind
+    names: Mapping[str, tuple[str, ...]]
+    """Spellings by engine; "" stands for kvctl's own, which every engine of the row understands."""
+    help: str
+    low: float = 1
+    high: float = 2**20
+    choices: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    """Spellings of a switch that turn it off."""
+    value: Any = True
+    """What a switch sets."""
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every spelling as an option, long ones first; settings of the environment have none."""
+        every = dict.fromkeys(name for names in self.names.values() for name in names if name.startswith("-"))
+        return tuple(sorted(every, key=lambda name: not name.startswith("--")))
+
+    @property
+    def key(self) -> str:
+        """A name for it that is unique in the table."""
+        return self.spellings[0].lstrip("-").replace("-", "_") if self.spellings else self.field
+
+    def read(self, text: str, spelling: str) -> Any:
+        """The value that `text` stands for."""
+        assert self.kind.read is not None
+        return self.kind.read(text, spelling, self)
+
+
+# -- values ---------------------------------------------------------------------------------
+
+
+def _count(text: str, spelling: str, flag: Flag) -> int:
+    try:
+        value = int(text.strip().replace("_", "")) if len(text) <= 40 else None
+    except ValueError:
+        value = None
+    if value is None:
+        raise UsageError(f"{spelling}: {text[:40]!r} is not a whole number")
+    return int(_bounded(value, spelling, flag))
+
+
+def _bounded(value: float, spelling: str, flag: Flag) -> float:
+    if not flag.low <= value <= flag.high:
+        raise UsageError(f"{spelling}: {value:g} is out of range" if isinstance(value, float)
+                         else f"{spelling}: {value} is out of range", hint=f"from {flag.low:,} to {flag.high:,}")  # fmt: skip
+    return value
+
+
+def _tokens(text: str, spelling: str, flag: Flag) -> int:
+    value = parse_tokens(text, what=spelling)
+    if value < flag.low:
+        raise UsageError(f"{spelling}: {value} is out of range", hint=f"at least {flag.low:,}")
+    return value
+
+
+def _bytes(text: str, spelling: str, flag: Flag) -> int:
+    return parse_bytes(text, what=spelling)
+
+
+def _number(text: str, spelling: str, flag: Flag) -> float:
+    try:
+        value = float(text) if len(text) <= 40 else float("nan")
+    except ValueError:
+        value = float("nan")
+    if value != value:
+        raise UsageError(f"{spelling}: {text[:40]!r} is not a number")
+    return _bounded(value, spelling, flag)
+
+
+def _gib(text: str, spelling: str, flag: Flag) -> int:
+    """GiB as a bare number, as vLLM reads it; kvctl's own units are understood too."""
+    bare = text.strip().replace(".", "", 1).isdigit()
+    return parse_bytes(text + "GiB" if bare else text, what=spelling)
+
+
+def _choice(text: str, spelling: str, flag: Flag) -> str:
+    if text.lower() not in flag.choices:
+        raise UsageError(f"{spelling}: unknown value {text[:40]!r}", hint="one of " + ", ".join(flag.choices))
+    return text.lower()
+
+
+def _on_off(text: str, spelling: str, flag: Flag) -> bool | None:
+    # llama.cpp's words for the three.
+    known = {"auto": None, "-1": None, "on": True, "enabled": True, "true": True, "1": True,
+             "off": False, "disabled": False, "false": False, "0": False}  # fmt: skip
+    if text.lower() not in known:
+        raise UsageError(f"{spelling}: unknown value {text[:40]!r}", hint="one of auto, on, off")
+    return known[text.lower()]
+
+
+def _object(text: str, spelling: str, flag: Flag) -> Mapping[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UsageError(f"{spelling}: {text[:60]!r} is not a JSON object",
+                         hint="""quote it for the shell: '{"method": "mtp", "num_speculative_tokens": 1}'""")  # fmt: skip
+    return value
+
+
+def _counts(text: str, spelling: str, flag: Flag) -> tuple[int, ...]:
+    return tuple(_count(part, spelling, flag) for part in text.strip("[]() ").split(","))
+
+
+SWITCH = Kind("", None)
+COUNT = Kind("N", _count)
+TOKENS = Kind("TOKENS", _tokens)
+BYTES = Kind("SIZE", _bytes)
+GIB = Kind("GIB", _gib)
+NUMBER = Kind("X", _number)
+CHOICE = Kind("NAME", _choice)
+ON_OFF = Kind("NAME", _on_off)
+OBJECT = Kind("JSON", _object)
+COUNTS = Kind("N,N,…", _counts)
+
+
+# -- the table ------------------------------------------------------------------------------
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("kv_budget", BYTES, {"": ("--kv-budget",), "vllm": ("--kv-cache-memory-bytes",), "llama.cpp": (),
+         "tensorrt-llm": (), "ollama": ()},
+         "Memory for the cache on each GPU: 16GiB, 16GB or bytes. An engine then says how many tokens fit."),
+    Flag("device", CHOICE, {"": ("--device",), "vllm": ()}, "gpu or cpu: an engine's rules differ. Default: gpu.",
+         choices=DEVICES),
+    Flag("tensor_parallel", COUNT, {"vllm": ("--tensor-parallel-size", "-tp"), "tensorrt-llm": ("--tp_size", "--tensor_parallel_size")}, "GPUs that share every layer.",
+         high=1024),
+    Flag("pipeline_parallel", COUNT, {"vllm": ("--pipeline-parallel-size", "-pp"), "tensorrt-llm": ("--pp_size", "--pipeline_parallel_size")},
+         "Stages that the layers are divided over.", high=1024),
+    Flag("stage_layers", COUNTS, {"vllm": ("VLLM_PP_LAYER_PARTITION",)}, "Layers of every pipeline stage."),
+    Flag("data_parallel", COUNT, {"vllm": ("--data-parallel-size", "-dp")},
+         "Engines side by side, each with a cache of its own.", high=4096),
+    Flag("decode_context_parallel", COUNT, {"vllm": ("--decode-context-parallel-size", "-dcp")},
+         "Ranks of --tensor-parallel-size over which tokens of the cache are dealt out.", high=1024),
+    Flag("prefill_context_parallel", COUNT, {"vllm": ("--prefill-context-parallel-size", "-pcp")},
+         "Ranks that share a prompt.", high=1024),
+    Flag("block_size", COUNT, {"vllm": ("--block-size",), "tensorrt-llm": ("--tokens-per-block",)}, "Tokens in a block. Default: the engine's."),
+    Flag("num_blocks", COUNT, {"vllm": ("--num-gpu-blocks-override",)}, "Blocks of the cache, whatever its budget.",
+         high=2**40),
+    Flag("max_batched", TOKENS, {"vllm": ("--max-num-batched-tokens",)},
+         "Tokens in a batch: windows hold those in flight. Default: 8192; 2048 on a CPU."),
+    Flag("max_sequences", COUNT, {"vllm": ("--max-num-seqs",), "tensorrt-llm": ("--max_batch_size",)}, "Requests in a batch at most."),
+    Flag("utilization", NUMBER, {"vllm": ("--gpu-memory-utilization",), "tensorrt-llm": ("--kv_cache_free_gpu_memory_fraction", "--free_gpu_memory_fraction")},
+         "Share of a GPU's memory that the engine may take. The bytes that this leaves for the cache go to --kv-budget.",
+         low=0.01, high=1),
+    Flag("attention_dp", SWITCH, {"tensorrt-llm": ("--enable-attention-dp",)},
+         "Every rank keeps whole heads, for requests of its own."),
+    Flag("max_tokens", TOKENS, {"tensorrt-llm": ("--max-tokens",)}, "Tokens of the cache at most."),
+    Flag("attention_windows", COUNTS, {"tensorrt-llm": ("--max-attention-window",)},
+         "Tokens that layers keep, repeated over the layers (TensorRT-LLM)."),
+    Flag("second_manager", ON_OFF, {"tensorrt-llm": ("--use-kv-cache-manager-v2",)},
+         "Which cache manager of TensorRT-LLM: on, off or auto.", choices=("auto", "on", "off")),
+    Flag("offload", GIB, {"vllm": ("--kv-offloading-size",)},
+         "Host memory for blocks that leave the GPU, over all ranks: GiB, or with a unit."),
+    Flag("async_scheduling", SWITCH, {"vllm": ("--async-scheduling",)},
+         "Whether a second batch is scheduled while one runs. Default: yes, from vLLM 0.26 on.",
+         off=("--no-async-scheduling",)),
+    Flag("prefix_caching", SWITCH, {"vllm": ("--enable-prefix-caching",)},
+         "Keep blocks for later requests; recurrent layers then hold more. Default: the engine's.",
+         off=("--no-enable-prefix-caching",)),
+    Flag("mamba_cache_mode", CHOICE, {"vllm": ("--mamba-cache-mode",)},
+         "What recurrent layers keep for prefix caching. Default: by model and version.",
+         choices=("none", "align", "all")),
+    Flag("gdn_prefill_backend", CHOICE, {"vllm": ("--gdn-prefill-backend",)},
+         "What runs the prefill of gated delta layers: FlashInfer keeps a block more.",
+         choices=("triton", "flashinfer", "cutedsl")),
+    Flag("hybrid_disabled", SWITCH, {"vllm": ("--disable-hybrid-kv-cache-manager",)},
+         "Keep every token of windowed layers, as some connectors need.",
+         off=("--no-disable-hybrid-kv-cache-manager",)),
+    Flag("speculative", OBJECT, {"vllm": ("--speculative-config", "-sc")},
+         "How tokens are drafted: method, num_speculative_tokens, model. Draft layers have a cache too."),
+    Flag("slots", COUNT, {"llama.cpp": ("--parallel", "-np"), "ollama": ("OLLAMA_NUM_PARALLEL",)},
+         "Slots of llama.cpp; --ctx is their total. Default: 4 that share one cache.", high=256),
+    Flag("unified", SWITCH, {"llama.cpp": ("--kv-unified", "-kvu")},
+         "Whether llama.cpp's slots share one cache. Default: no, with --parallel.",
+         off=("--no-kv-unified", "-no-kvu")),
+    Flag("ubatch", COUNT, {"llama.cpp": ("--ubatch-size", "-ub"), "ollama": ()},
+         "Tokens of a physical batch of llama.cpp: windows hold one. Default: 512."),
+    Flag("swa_full", SWITCH, {"llama.cpp": ("--swa-full",)}, "Keep every token of windowed layers (llama.cpp)."),
+    Flag("flash_attention", ON_OFF, {"llama.cpp": ("--flash-attn", "-fa"), "ollama": ("OLLAMA_FLASH_ATTENTION",)}, "auto, on or off (llama.cpp).", choices=("auto", "on", "off")),
+)  # fmt: skip
+
+
+# -- reading --------------------------------------------------------------------------------
+
+
+class Given(Record):
+    """One flag as somebody gave it, its value read."""
+
+    flag: Flag
+    spelling: str
+    value: Any
+
+
+def given(flag: Flag, spelling: str, value: str | bool) -> Given:
+    """A flag with its text read; a switch has whether it is on."""
+    if isinstance(value, bool):
+        return Given(flag, spelling, flag.value if value else not flag.value)
+    return Given(flag, spelling, flag.read(value, spelling))
+
+
+def serving(engine: str, items: Sequence[Given], *, strict: bool) -> Serving:
+    """How `engine` is started. Flags of other engines are refused (`strict`) or left to those."""
+    settings: dict[str, Any] = {}
+    for item in items:
+        flag = item.flag
+        if engine not in flag.engines:
+            if strict:
+                takers = " or ".join(f"--engine {name}" for name in flag.engines)
+                raise UsageError(f"{item.spelling} says how an engine is started; {engine} has no use for it",
+                                 hint=f"it is for {takers}")  # fmt: skip
+        elif item.value is not None:
+            settings[flag.field] = item.value
+    return Serving(**settings)

@@ -1,0 +1,211 @@
+"""How vLLM's planner groups layers: pages made equal, groups of as many layers, blocks of a request.
+
+Sources: vllm 0.33.0 v1/core/kv_cache_planning.py and v1/kv_cache_interface.py; what other
+versions do otherwise stands in `Rules`.
+"""
+
+from __future__ import annotations
+
+from kvctl.engines.vllm_rules import Rules, dotted
+from kvctl.engines.vllm_specs import Spec, sized
+from kvctl.errors import ConfigError, UsageError
+from kvctl.record import Record
+
+
+class Placed(Record):
+    """One layer's spec, and the pipeline stage that holds the layer."""
+
+    spec: Spec
+    stage: int
+
+
+Group = list[Placed]
+
+
+class Settings(Record):
+    """Options with vLLM's defaults filled in."""
+
+    cpu: bool
+    ranks: int
+    block: int
+    batched: int
+    in_flight: int
+    encoder: int
+    """Positions of the encoder that a request may hold: its budget is that of a batch."""
+    block_given: bool
+    states: str
+    """What recurrent layers keep of a request: "none" (the newest state alone), "align" (two, at
+    block boundaries, for prefix caching) or "all" (one at every block boundary)."""
+    chunk: int
+    """Tokens that a recurrent layer's kernel scans at once; blocks are multiples of it with "all"."""
+    checkpoints: tuple[str, ...]
+    """Kinds of state that reserve a block for a checkpoint of the prefill."""
+    delta_step: int
+    """What blocks are a multiple of for such checkpoints of gated delta layers; 1 without."""
+    drafted: int
+    """Blocks that draft tokens need beside a state's own."""
+    context_parallel: int
+    """Ranks that tokens of the cache are dealt out to."""
+    latent_step: int
+
+    def blocks(self, spec: Spec, context: int) -> int:
+        """Blocks that one request of `context` tokens holds in a group of such layers."""
+        if spec.kind == "state":
+            if self.states == "all":
+                return -(-context // spec.block) + self.drafted
+            if self.states == "align":
+                return 2 + self.drafted + (spec.checkpoints in self.checkpoints)
+            return 1 + self.drafted
+        if spec.kind == "window":
+            return -(-min(spec.limit - 1 + self.in_flight, context) // spec.block) + 1
+        if spec.kind == "chunk":
+            return -(-min(spec.limit + self.in_flight, context) // spec.block)
+        if spec.kind == "cross":
+            return -(-spec.limit // spec.block)
+        held = -(-context // self.context_parallel)
+        return -(-held // spec.block)
+
+
+def block_size(settings: Settings, specs: list[Spec], packed: int, reasons: list[str]) -> tuple[int, int]:
+    """Tokens in a block, and the page that states are padded to (0: they are not).
+
+    `packed`: bytes that a token takes in layers which a packed format leaves out, 0 without any.
+    """
+    tokens = [item.token_bytes for item in specs if item.kind in ("full", "latent")]
+    pages = [item.page for item in specs if item.kind == "state"]
+    block = settings.block
+    if not settings.cpu and block % 16:
+        raise UsageError(f"--block-size {block} is no multiple of 16", hint="vLLM's attention kernels need one")
+    if packed and not pages and packed > min(tokens):
+        # Blocks grow until a page covers the smallest one of a layer that is not packed.
+        smallest = min(tokens)
+        block = max(block, block * -(-16 * packed // (block * smallest)))
+        reasons.append(f"a block holds {block} tokens so that a packed page covers one of the layers left unpacked")
+    if not pages or not tokens:
+        return block, 0
+    token = max(tokens)
+    step = max(32 if settings.cpu else 16, block)
+    if any(item.kind == "latent" for item in specs):
+        step = max(step, settings.latent_step)
+    page = max(pages)
+    if settings.states == "all":
+        import math
+
+        step = math.lcm(settings.chunk, step)
+    elif settings.states == "align":
+        import math
+
+        step = math.lcm(step, settings.delta_step)
+    needed = step * -(-page // (step * token))
+    if settings.cpu:
+        needed = -(-needed // 32) * 32
+    if block < needed:
+        reasons.append(
+            f"a block holds {needed:,} tokens so that a page of attention is as large as a recurrent state "
+            f"of {page:,} bytes"
+        )
+        block = needed
+    if block * token > page:
+        reasons.append(f"recurrent states of {page:,} bytes are padded to pages of {block * token:,}")
+    return block, block * token
+
+
+def placed(item: Spec, settings: Settings, block: int, padded: int, context: int) -> Spec:
+    """A spec with its block size and page."""
+    if item.kind == "state":
+        # Without any attention the block is set before a platform's default is.
+        aligned = block if padded or settings.block_given else 16
+        return item.replace(block=aligned if settings.states != "none" else context, page=max(item.page, padded))
+    if item.kind == "window" and settings.cpu:
+        # The CPU's kernel takes multiples of 32 only, and windows choose their own block.
+        return sized(item, max(item.step, block // item.step * item.step))
+    if item.kind == "cross":
+        return sized(item, block).replace(limit=settings.encoder)
+    return sized(item, block)
+
+
+def promoted(layers: list[Placed], reasons: list[str]) -> list[Placed]:
+    """Windows and chunks stored as if every token were kept."""
+    specs = [item.spec for item in layers]
+    if len({item.kind for item in specs}) == 1 and len({item.limit for item in specs}) == 1:
+        return layers
+    if any(item.kind == "state" for item in specs):
+        raise UsageError("vLLM does not run recurrent models with the hybrid KV cache manager disabled")
+    if not any(item.grows for item in specs):
+        raise UsageError("vLLM needs the hybrid KV cache manager for a model whose windows differ")
+    block = next(item.block for item in specs if item.grows)
+    reasons.append("one table for all layers: windowed ones keep every token")
+    full = [item if item.grows else sized(item, block).replace(kind="full", limit=0) for item in specs]
+    return [item.replace(spec=spec) for item, spec in zip(layers, full, strict=True)]
+
+
+def groups_of(layers: list[Placed], rules: Rules, reasons: list[str]) -> list[Group]:
+    """Layers that share a block table; every group has a block of the same size."""
+    specs = [item.spec for item in layers]
+    first = specs[0]
+    local = first.kind in ("window", "chunk")
+    uniform = len({item.block for item in specs}) == 1 and (
+        all(item.grows for item in specs)
+        or (local and all((item.kind, item.limit) == (first.kind, first.limit) for item in specs))
+    )
+    if uniform or len(set(specs)) == 1:
+        return [layers]
+    page = max(item.page for item in specs)
+    uneven = [item for item in specs if item.kind in ("latent", "indexer") and page % item.page]
+    if (
+        uneven
+        and any(item.kind == "window" for item in specs)
+        and not any(item.kind in ("chunk", "state") for item in specs)
+    ):
+        # Latents cannot be padded: windows are stored in full instead.
+        return [promoted(layers, reasons)]
+    buckets: dict[Spec, Group] = {}
+    for item in layers:
+        spec = _unified(item.spec, page, rules, reasons)
+        buckets.setdefault(spec, []).append(item.replace(spec=spec))
+    counts = [len(bucket) for bucket in buckets.values()]
+    size = max(counts) if max(counts) < rules.even_below * min(counts) else min(counts)
+    groups = []
+    for bucket in buckets.values():
+        number = -(-len(bucket) // size)
+        groups += [bucket[index::number] for index in range(number)]
+    return groups
+
+
+def _unified(item: Spec, page: int, rules: Rules, reasons: list[str]) -> Spec:
+    """The same page for every layer: more tokens in a block where that comes out even, padding elsewhere."""
+    if item.page == page:
+        return item
+    even = item.kind != "state" and page % item.page == 0
+    if rules.pages == "equal" or (rules.pages == "scaled" and not even):
+        raise ConfigError(f"vLLM {dotted(rules.since)} does not serve layers whose pages have {item.page:,} and {page:,} bytes",
+                          hint="a later version does, or --disable-hybrid-kv-cache-manager")  # fmt: skip
+    if even:
+        return item.replace(block=item.block * (page // item.page), page=page)
+    if item.kind in ("latent", "indexer"):
+        raise ConfigError("vLLM cannot give latent layers the same page as this model's other layers")
+    line = f"pages of {item.page:,} bytes are padded to {page:,}"
+    if line not in reasons:
+        reasons.append(line)
+    return item.replace(page=page)
+
+
+def bytes_per_block(groups: list[Group], stage: int) -> int:
+    """Bytes of one block on a pipeline stage: those of the group that holds most there."""
+    return max(sum(item.spec.page for item in group if item.stage == stage) for group in groups)
+
+
+def stage_of(layers: int, stages: int, partition: tuple[int, ...] | None) -> list[int]:
+    """The pipeline stage of every layer: even parts; what remains goes to stages before the last.
+
+    Source: vllm distributed/utils.py, get_pp_indices.
+    """
+    if stages > layers:
+        raise UsageError(f"--pipeline-parallel-size {stages} is more than the {layers} layers")
+    parts = list(partition) if partition is not None else [layers // stages] * stages
+    if partition is None:
+        for back in range(2, layers % stages + 2):
+            parts[-back] += 1
+    elif len(parts) != stages or sum(parts) != layers:
+        raise UsageError(f"VLLM_PP_LAYER_PARTITION does not divide {layers} layers over {stages} stages")
+    return [stage for stage, count in enumerate(parts) for _ in range(count)]
