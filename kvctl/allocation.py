@@ -18,6 +18,8 @@ class Serving(Record):
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     """Stages that the layers are divided over."""
+    expert_parallel: bool = False
+    """Whether experts lie whole on the ranks, each on one."""
     data_parallel: int | None = None
     decode_context_parallel: int | None = None
     prefill_context_parallel: int | None = None

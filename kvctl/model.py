@@ -119,6 +119,8 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, chec
         # Weights of a what-if are not those of the published model.
         weights=None if paths else found.weights,
         overrides=paths,
+        config=config,
+        whole=found.whole,
         notes=tuple(notes),
         naive=_naive(text),
         default_encoder=_default_encoder(text) if cross else None,

@@ -79,6 +79,28 @@ class Formula(Record):
     bytes: int
 
 
+class WeightsInfo(Record):
+    """The weights: what is known of them, and how."""
+
+    bytes: int | None
+    parameters: int | None
+    source: str
+    dtype: str | None = None
+    """What they are stored in: bf16, or the format that they are quantised to."""
+    scheme: str | None = None
+    """The quantisation in words."""
+    per_rank: tuple[int, ...] | None = None
+    """Bytes on each rank, tensor-parallel ranks of the first pipeline stage first."""
+    rules: str | None = None
+    """Whose sharding that follows."""
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {name: getattr(self, name) for name in self._fields[:5]}
+        if self.per_rank is not None:
+            out |= {"per_rank": list(self.per_rank), "rules": self.rules}
+        return out
+
+
 class SizeResult(Record):
     """The cache of one model for one workload under one engine's rules."""
 
@@ -102,13 +124,19 @@ class SizeResult(Record):
     kv_bytes_fixed: int
     layers: tuple[StateRow, ...]
     per_layer: tuple[LayerRow, ...] | None
-    weights_bytes: int | None
-    weights_parameters: int | None
-    weights_source: str | None
+    weights: WeightsInfo | None
     naive_bytes: int | None
     formulas: tuple[Formula, ...]
     warnings: tuple[str, ...] = ()
     allocation: Allocation | None = None
+
+    @property
+    def weights_bytes(self) -> int | None:
+        return self.weights.bytes if self.weights else None
+
+    @property
+    def weights_parameters(self) -> int | None:
+        return self.weights.parameters if self.weights else None
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {
@@ -135,12 +163,8 @@ class SizeResult(Record):
         }
         if self.kv_bytes_per_token_exact is not None:
             out["kv_bytes_per_token_exact"] = self.kv_bytes_per_token_exact
-        if self.weights_bytes is not None or self.weights_parameters is not None:
-            out["weights"] = {
-                "bytes": self.weights_bytes,
-                "parameters": self.weights_parameters,
-                "source": self.weights_source,
-            }
+        if self.weights is not None:
+            out["weights"] = self.weights.to_dict()
         if self.allocation is not None:
             out["allocation"] = self.allocation.to_dict()
         if self.per_layer is not None:

@@ -27,6 +27,7 @@ from kvctl.words import (
     listing_cells,
     naive_words,
     one_line,
+    rank_words,
     reserved_words,
     scheme_words,
     title_words,
@@ -198,12 +199,17 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
             ("fixed part", format_bytes(result.kv_bytes_fixed), f"{result.kv_bytes_fixed:,} bytes that do not grow")
         )
     count = f"{format_count(result.weights_parameters)} parameters, " if result.weights_parameters else ""
+    origin = result.weights.source if result.weights else "not in the source"
+    if result.weights and result.weights.scheme:
+        origin += f"; {result.weights.scheme}"
     if result.weights_bytes is not None:
-        rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{result.weights_source}"))
+        rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{origin}"))
         if result.allocation is None:
             rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
     elif result.model.source != "shape":
-        rows.append(("weights", "unknown", f"{count}{result.weights_source or 'not in the source'}"))
+        rows.append(("weights", "unknown", f"{count}{origin}"))
+    if result.weights and result.weights.per_rank:
+        rows.append(("", format_bytes(max(result.weights.per_rank)), rank_words(result.weights)))
     if result.kv_bytes and result.encoder_tokens:
         rows.append(("encoder", "", f"cross attention holds {result.encoder_tokens:,} positions"))
     scheme = scheme_words(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.allocation import Serving
@@ -10,7 +10,7 @@ from kvctl.engines import Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
 from kvctl.record import Record
-from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow
+from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, WeightsInfo
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class SizePlan(Record):
     serving: Serving = Serving()
     notes: tuple[str, ...] = ()
     """What to say beside the answer."""
+    weights_dtype: str | None = None
+    """What if the weights were stored in this format (a name of kvctl.weight_formats)."""
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -53,6 +55,23 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
     if limit is None:
         return DEFAULT_CONTEXTS
     return (*(ctx for ctx in DEFAULT_CONTEXTS if ctx < limit), limit)
+
+
+def needs_tensors(plan: SizePlan) -> bool:
+    """Whether an answer rests on single tensors, and `kvctl.sources.tensors.attach` should read their headers first."""
+    tensor, pipeline, spread, data, _ = _split(plan)
+    return plan.weights_dtype is not None or tensor * pipeline > 1 or (spread and data > 1)
+
+
+def _split(plan: SizePlan) -> tuple[int, int, bool, int, tuple[int, ...]]:
+    """Tensor and pipeline parallelism, whether experts are spread, data parallelism, and layers of the stages."""
+    serving = plan.serving
+    if plan.engine.name != "vllm":
+        return 1, 1, False, 1, ()  # how others cut weights is not known
+    return (
+        serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel,
+        serving.data_parallel or 1, serving.stage_layers or (),
+    )  # fmt: skip
 
 
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
@@ -108,6 +127,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         if plan.serving.utilization is not None and allocation.kv_budget_bytes is None:
             warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
+    weights = _weights(spec, plan, dtype, warnings)
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
     growth: Rational = 0
@@ -162,14 +182,36 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         kv_bytes_fixed=total - growing,
         layers=tuple(StateRow(kind, n, tokens, b) for (kind, tokens), (n, b) in totals.items()),
         per_layer=_per_layer(spec.layers, rows_of) if plan.per_layer else None,
-        weights_bytes=spec.weights.bytes if spec.weights else None,
-        weights_parameters=spec.weights.parameters if spec.weights else None,
-        weights_source=spec.weights.source if spec.weights else None,
+        weights=weights,
         naive_bytes=naive,
         formulas=tuple(formulas),
         warnings=tuple(warnings),
         allocation=allocation,
     )  # fmt: skip
+
+
+def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str]) -> WeightsInfo | None:
+    """The weights as they are stored; by rank and in another format where that is asked."""
+    if not needs_tensors(plan):
+        if spec.weights is None:
+            return None
+        return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
+    from kvctl import weigh
+
+    if plan.serving.speculative is not None:
+        warnings.append("weights on each rank are without those that draft")
+    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings)
+
+
+def _stored_in(spec: ModelSpec) -> str | None:
+    """What the weights are stored in: the quantiser's name for it, else the dtype."""
+    if spec.weights is not None and "GGUF" in spec.weights.source:
+        return None  # every tensor of such a file has a type of its own
+    facts = spec.config.get("quantization_config")
+    if isinstance(facts, Mapping):
+        method = facts.get("quant_method")
+        return method if isinstance(method, str) else None
+    return spec.dtype.name if isinstance(spec.dtype, DType) else None
 
 
 def _per_layer(layers: Sequence[Layer], rows_of: dict[int, tuple[StateRow, ...]]) -> tuple[LayerRow, ...]:

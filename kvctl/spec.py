@@ -17,6 +17,8 @@ from kvctl.record import Record
 if TYPE_CHECKING:
     from fractions import Fraction
 
+    from kvctl.tensors import Tensor
+
     Rational = int | Fraction
 
 
@@ -350,6 +352,12 @@ class ModelSpec(Record):
     """Which of these two the file leaves to the defaults of its class."""
     kv_format: str | None = None
     """Cache format that the checkpoint was quantised for (fp8, nvfp4); engines may follow it."""
+    config: Mapping[str, Any] = {}
+    """The configuration itself, what-ifs put in: parameters are counted from it."""
+    whole: bool = True
+    """Whether that is the model's own file, so that what it leaves out is its class's default."""
+    tensors: tuple[Tensor, ...] | None = None
+    """Of the checkpoint, where its headers were read (kvctl.sources.tensors)."""
     cross_input: str = ""
     """What cross attention looks at: "encoder", "image", "audio", "external" (an encoder that
     is not part of this model), or "" without any."""

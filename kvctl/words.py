@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvctl.reports import SizeResult
+from kvctl.reports import SizeResult, WeightsInfo
 from kvctl.units import format_bytes, format_count, plural
 
 
@@ -121,3 +121,10 @@ def formula_lines(result: SizeResult) -> list[tuple[str, str]]:
     """Kind and sum of every kind of layer, largest first as in the table, and the total."""
     lines = [(kind_words(f.kind), f.text) for f in sorted(result.formulas, key=lambda f: -f.bytes) if f.bytes]
     return [*lines, ("total", f"{result.kv_bytes:,} B = {format_bytes(result.kv_bytes)}")]
+
+
+def rank_words(weights: WeightsInfo) -> str:
+    """What lies on each rank, or on the fullest where they differ."""
+    sizes = weights.per_rank or (0,)
+    each = f"on each of {len(sizes)} ranks" if len(set(sizes)) == 1 else f"on the fullest of {len(sizes)} ranks"
+    return f"{max(sizes):,} bytes of weights {each}, by the rules of {weights.rules}"

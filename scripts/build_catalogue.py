@@ -59,6 +59,10 @@ NEEDED = {
     "qk_rope_head_dim", "no_rope_layers", "no_rope_layer_interval", "n_positions", "max_source_positions",
     "max_target_positions", "linear_conv_kernel_dim", "mamba_ssm_cache_dtype",
     "index_skip_topk_offset", "local_layer_ids", "full_attn_idxs", "num_nextn_predict_layers", "mtp_num_hidden_layers",
+    # Beside the cache: what else there are parameters for.
+    "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias",
+    "bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "mlp_layer_types", "norm_position",
+    "use_conv_bias", "mamba_proj_bias", "mamba_conv_bias", "conv_bias", "mlp_only_layers", "moe_latent_size",
 }  # fmt: skip
 
 # Long names of sources, as the catalogue writes them.
@@ -76,7 +80,19 @@ SOURCES = (
 
 Config = dict[str, Any]
 # Of quantization_config: how the weights are packed, and the cache's format that the checkpoint has scales for.
-QUANTIZATION = ("quant_method", "quant_algo", "bits", "format", "kv_cache_scheme", "kv_cache_quant_algo")
+QUANTIZATION = (
+    "quant_method", "quant_algo", "bits", "format", "kv_cache_scheme", "kv_cache_quant_algo", "weight_block_size",
+    "activation_scheme", "group_size", "zero_point", "version", "desc_act", "dynamic", "modules_to_not_convert", "ignore",
+    "exclude_modules", "config_groups", "load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant",
+    "llm_int8_skip_modules",
+)  # fmt: skip
+# Models whose vision tower's parameters are counted, and what they are counted from.
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
+VISION = (
+    "model_type", "hidden_size", "intermediate_size", "depth", "patch_size", "temporal_patch_size", "in_channels",
+    "out_hidden_size", "spatial_merge_size", "num_position_embeddings", "deepstack_visual_indexes", "num_hidden_layers",
+    "num_channels", "image_size", "embed_dim", "mlp_ratio", "in_chans",
+)  # fmt: skip
 
 
 class Fix(NamedTuple):
@@ -396,6 +412,8 @@ def slim(config: Mapping[str, Any]) -> Config:
             out[key] = [
                 {"attention": {k: v for k, v in block["attention"].items() if k in _BLOCK and v}} for block in value
             ]
+        elif key == "vision_config" and config.get("model_type") in TOWERS and isinstance(value, dict):
+            out[key] = {k: v for k, v in value.items() if k in VISION}
         elif key in NEEDED or not DROP.search(key):
             out[key] = slim(value) if isinstance(value, dict) else value
     return out

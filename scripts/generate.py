@@ -241,8 +241,17 @@ SIZE_RESULT = obj(
                 {
                     "bytes": maybe(whole("Bytes of all weights.")),
                     "parameters": maybe(whole("Number of parameters.")),
-                    "source": of(["string", "null"], "Where these numbers come from."),
+                    "source": of("string", "Where these numbers come from."),
+                    "dtype": of(["string", "null"], "What they are stored in: bf16, or the quantiser's or format's name."),
+                    "scheme": of(["string", "null"], "The quantisation in words, where ranks or another format were asked for."),
+                    "per_rank": of(
+                        "array",
+                        "Bytes on each rank, tensor-parallel ranks of the first pipeline stage first; with parallel sizes.",
+                        items=whole("Bytes on one rank."),
+                    ),
+                    "rules": of("string", "Whose sharding per_rank follows."),
                 },
+                ("dtype", "scheme", "per_rank", "rules"),
             )
         ),
         "naive_kv_bytes": maybe(whole("Bytes by the usual formula on the usual fields, for comparison; null without them.")),

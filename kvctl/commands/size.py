@@ -105,6 +105,15 @@ def size(
             show_default=False,
         ),
     ] = None,
+    weights_dtype: Annotated[
+        Optional[str],
+        typer.Option(
+            "--weights-dtype",
+            metavar="NAME",
+            help="What if the weights were stored as bf16, fp16, fp32, fp8, fp8-block, fp8-channel, w8a8, int8, nf4, nf4-dq, fp4, awq, gptq, w4a16, mxfp4 or nvfp4.",
+            show_default=False,
+        ),
+    ] = None,
     encoder_tokens: Annotated[
         Optional[int],
         typer.Option(
@@ -234,7 +243,7 @@ def size(
     from kvctl.engines import engine as find_engine
     from kvctl.model import build_spec, shape_spec
     from kvctl.reports import SizeReport, SizeResult
-    from kvctl.size import SizePlan, contexts_for
+    from kvctl.size import SizePlan, contexts_for, needs_tensors
     from kvctl.size import size as size_of
     from kvctl.sources import resolve
 
@@ -266,6 +275,7 @@ def size(
         per_layer=per_layer,
         explain=explain,
         notes=asked.notes,
+        weights_dtype=weights_dtype,
     )
 
     def plan_for(rules: Engine) -> SizePlan:
@@ -307,6 +317,11 @@ def size(
         raise UsageError(
             "no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue"
         )
+
+    if any(needs_tensors(plan) for plan in plans):
+        from kvctl.sources.tensors import attach
+
+        specs = [attach(spec) for spec in specs]
 
     results: list[SizeResult] = []
     for spec in specs:

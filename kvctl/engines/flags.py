@@ -170,6 +170,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("stage_layers", COUNTS, {"vllm": ("VLLM_PP_LAYER_PARTITION",)}, "Layers of every pipeline stage."),
     Flag("data_parallel", COUNT, {"vllm": ("--data-parallel-size", "-dp")},
          "Engines side by side, each with a cache of its own.", high=4096),
+    Flag("expert_parallel", SWITCH, {"vllm": ("--enable-expert-parallel", "-ep")},
+         "Keep experts whole and spread them over the ranks: weights alone differ.", off=("--no-enable-expert-parallel",)),
     Flag("decode_context_parallel", COUNT, {"vllm": ("--decode-context-parallel-size", "-dcp")},
          "Ranks of --tensor-parallel-size over which tokens of the cache are dealt out.", high=1024),
     Flag("prefill_context_parallel", COUNT, {"vllm": ("--prefill-context-parallel-size", "-pcp")},

@@ -27,6 +27,8 @@ class Found(Record):
     weights: Weights | None = None
     notes: tuple[str, ...] = ()
     """Lines for stderr: which source answered and why, what stands in for what."""
+    whole: bool = True
+    """Whether the configuration is the model's own file, with nothing but its class's defaults left out."""
 
 
 # What people paste: a model's page, or a file or folder of it.

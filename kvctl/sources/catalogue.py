@@ -80,6 +80,7 @@ def find(name: str) -> Found:
         provenance=Provenance("catalogue", row["source"]),
         weights=_weights(row),
         notes=tuple(row.get("notes", ())),
+        whole=bool(row.get("verbatim")),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -13,20 +14,16 @@ from typing import Any, TypeGuard
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.sources import jsonfile
 from kvctl.spec import Weights
+from kvctl.tensors import BITS, Named, Tensor, grouped
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000
 """Bytes of a header that the format allows."""
-_INDEX_LIMIT = 100_000_000  # the indexes of the largest mixtures of experts have about 10 MB
+INDEX_LIMIT = 100_000_000  # the indexes of the largest mixtures of experts have about 10 MB
 
-_BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
 # Quantized checkpoints pack several weights into one element of these types.
 _PACKING = ("U8", "I32", "U32")
+_MOST_DIMENSIONS = 64
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
@@ -53,57 +50,80 @@ def hub_weights(info: Mapping[str, Any]) -> Weights | None:
         return None if files is None else Weights(files, None, "safetensors file sizes")
     total = facts.get("total") if isinstance(facts, dict) else None
     parameters = total if _is_size(total) else sum(counts.values())
-    bits = sum(count * _BITS.get(dtype, 0) for dtype, count in counts.items())
-    known = bool(counts) and all(dtype in _BITS for dtype in counts)
+    bits = sum(count * BITS.get(dtype, 0) for dtype, count in counts.items())
+    known = bool(counts) and all(dtype in BITS for dtype in counts)
     # The Hub counts the weights that are packed in an element, not the elements: then only the files tell the bytes.
     if files is not None and not (known and 0 <= files - bits // 8 <= files // 100 + 1_000_000):
         return Weights(files, parameters, "safetensors file sizes")
     return Weights(bits // 8, _unpacked(counts, parameters), "safetensors headers") if known else None
 
 
-def read_header(path: Path) -> list[tuple[str, int, int]]:
-    """Every tensor of a file: its dtype, its elements and its bytes."""
+def folder_tensors(folder: Path) -> tuple[Tensor, ...] | None:
+    """The tensors in a model's folder, None where not all of its files are there.
+
+    Raises:
+        ConfigError: a header, or the index, is not valid.
+
+    """
+    shards = _shards(folder, _read_index(folder))
+    if not shards or not all(shard.is_file() for shard in shards):
+        return None
+    return grouped(named for shard in shards for named in read_header(shard))
+
+
+def read_header(path: Path) -> list[Named]:
+    """Every tensor of a file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(HEADER_LIMIT, os.fstat(file.fileno()).st_size - 8):
-            raise _malformed(path)
-        data = file.read(length)
+            raise malformed(path.name)
+        return parse_header(file.read(length), path.name)
+
+
+def parse_header(data: bytes, where: str) -> list[Named]:
+    """Every tensor that a header lists."""
     try:
         header = json.loads(data)
-        return [_tensor(entry) for name, entry in header.items() if name != "__metadata__"]
+        return [_tensor(name, entry) for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise _malformed(path) from None
+        raise malformed(where) from None
 
 
-def _tensor(entry: Mapping[str, Any]) -> tuple[str, int, int]:
+def _tensor(name: str, entry: Mapping[str, Any]) -> Named:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not (isinstance(dtype, str) and all(map(_is_size, (*shape, begin, end)))):
+    if not (isinstance(dtype, str) and len(shape) <= _MOST_DIMENSIONS and all(map(_is_size, (*shape, begin, end)))):
         raise ValueError
     elements = 1
     for length in shape:
         elements *= length
-    if dtype in _BITS and (elements * _BITS[dtype] + 7) // 8 != end - begin:
+    if end < begin or (dtype in BITS and (elements * BITS[dtype] + 7) // 8 != end - begin):
         raise ValueError
-    return dtype, elements, end - begin
+    return name, dtype, tuple(shape), end - begin
 
 
-def _malformed(path: Path) -> ConfigError:
-    return ConfigError(f"{jsonfile.plain(path.name)} has no valid safetensors header")
+def index_files(index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names."""
+    files = index.get("weight_map")
+    names = set(files.values()) if isinstance(files, dict) and all(map(_is_name, files.values())) else set()
+    if not names:
+        raise ConfigError(f"{INDEX} names no files")
+    return sorted(names)
+
+
+def malformed(name: str) -> ConfigError:
+    """The error for a file that does not begin as it should."""
+    return ConfigError(f"{jsonfile.plain(name)} has no valid safetensors header")
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
     path = folder / INDEX
-    return jsonfile.read_file(path, limit=_INDEX_LIMIT) if path.is_file() else None
+    return jsonfile.read_file(path, limit=INDEX_LIMIT) if path.is_file() else None
 
 
 def _shards(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:
     """The files that make up the model; a folder may hold a second copy of the weights in another layout."""
     if index is not None:
-        files = index.get("weight_map")
-        names = set(files.values()) if isinstance(files, dict) and all(map(_is_name, files.values())) else set()
-        if not names:
-            raise ConfigError(f"{INDEX} names no files")
-        return [folder / name for name in sorted(names)]
+        return [folder / name for name in index_files(index)]
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -116,8 +136,8 @@ def _from_headers(shards: Iterable[Path]) -> Weights:
     counts: Counter[str] = Counter()
     size = 0
     for shard in shards:
-        for dtype, elements, length in read_header(shard):
-            counts[dtype] += elements
+        for _, dtype, shape, length in read_header(shard):
+            counts[dtype] += math.prod(shape)
             size += length
     return Weights(size, _unpacked(counts, counts.total()), "safetensors headers")
 

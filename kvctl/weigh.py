@@ -1,0 +1,163 @@
+"""The weights of one model as asked: stored as they are or in another format, in all and on each rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvctl.errors import ConfigError, KvctlError
+from kvctl.formats import DType
+from kvctl.reports import WeightsInfo
+from kvctl.spec import ModelSpec
+from kvctl.tensors import Tensor, without_drafts
+
+if TYPE_CHECKING:
+    from kvctl.weights import Split
+
+RULES = "vllm 0.32"
+# Names of unquantised dtypes in safetensors headers.
+_HEADER_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_FLOATS = frozenset(_HEADER_NAMES.values())
+
+
+def weigh(
+    spec: ModelSpec,
+    split: tuple[int, int, bool, int, tuple[int, ...]],
+    dtype: DType,
+    what_if: str | None,
+    warnings: list[str],
+) -> WeightsInfo | None:
+    """The weights of `spec` in `what_if` (None: as they are), and on each rank of `split`.
+
+    `split` is tensor and pipeline parallelism, whether experts are spread, data parallelism and the layers
+    of each stage (empty: even); `dtype` is what the engine computes in. What cannot be told of ranks becomes a warning.
+
+    Raises:
+        ConfigError: another format is asked for, and the parameters are not known.
+
+    """
+    from kvctl.weights import Split
+
+    ranks = Split(*split)
+    info: WeightsInfo | None
+    tensors: tuple[Tensor, ...] | None
+    if what_if is not None:
+        info, tensors = _in_format(spec, dtype, what_if, warnings)
+    else:
+        info, tensors = _as_they_are(spec, dtype, ranks.cuts, warnings)
+    if tensors is None or info is None or not ranks.cuts:
+        return info
+    try:
+        return info.replace(per_rank=_per_rank(spec, tensors, ranks, dtype, warnings), rules=RULES)
+    except KvctlError as error:
+        warnings.append(f"weights on each rank unknown: {error.message}")
+        return info
+
+
+def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) -> tuple[WeightsInfo, tuple[Tensor, ...]]:
+    from kvctl.weight_formats import convert, weight_format
+
+    fmt = weight_format(name)
+    plain = spec.tensors is not None and all(tensor.dtype in _FLOATS for tensor in spec.tensors)
+    base = spec.tensors if plain and spec.tensors is not None else _from_config(spec, dtype)
+    base, _ = without_drafts(base, len(spec.layers))  # a converted model has no drafting layers
+    tensors, notes = convert(base, fmt)
+    warnings += [f"--weights-dtype {fmt.name}: {note}" for note in notes]
+    parameters = sum(tensor.elements * tensor.count for tensor in base)
+    where = "its tensors" if plain else "its configuration"
+    info = WeightsInfo(
+        sum(tensor.total for tensor in tensors),
+        parameters,
+        f"what if, from {where}",
+        fmt.name,
+        f"{fmt.name}: {fmt.title}",
+    )
+    return info, tensors
+
+
+def _as_they_are(
+    spec: ModelSpec, dtype: DType, by_rank: bool, warnings: list[str]
+) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None]:
+    from kvctl.quantization import scheme
+
+    stored: str | None = spec.dtype.name if isinstance(spec.dtype, DType) else None
+    words, found, problem = None, None, None
+    try:
+        found = scheme(spec.config)
+        if found is not None:
+            stored, words = found.method, found.words
+    except ConfigError as error:
+        stored, problem = None, error
+    weights = spec.weights
+    info = None if weights is None else WeightsInfo(weights.bytes, weights.parameters, weights.source, stored, words)
+    tensors = spec.tensors
+    if tensors is None and (by_rank or (info is not None and info.bytes is None)):
+        try:
+            if problem is not None:
+                raise problem
+            if not spec.whole and (info is None or info.bytes is None):
+                raise ConfigError("how the weights are stored is not in the source of this configuration")
+            tensors = _from_config(spec, dtype)
+            if found is not None:
+                from kvctl.weight_formats import convert
+
+                tensors, _ = convert(tensors, found.format, found.keeps())
+        except ConfigError as error:
+            if by_rank:
+                warnings.append(f"weights on each rank unknown: {error.message}")
+            return info, None
+    if tensors is not None and spec.tensors is None and (info is None or info.bytes is None):
+        total = sum(tensor.total for tensor in tensors)
+        parameters = weights.parameters if weights else None
+        how = "estimated: what its configuration implies"
+        warnings.append("the weights are estimated from the configuration: no file of them was read")
+        info = WeightsInfo(total, parameters, how, stored, words)
+    return info, tensors
+
+
+def _from_config(spec: ModelSpec, dtype: DType) -> tuple[Tensor, ...]:
+    """The parameters that the configuration implies, checked against a published count where it is no whole file."""
+    from kvctl.parameters import parameters
+
+    from_gguf = spec.weights is not None and "GGUF" in spec.weights.source
+    whole = spec.whole and not from_gguf
+    tensors = parameters(spec.config, _HEADER_NAMES[dtype.name], whole=whole)
+    published = spec.weights.parameters if spec.weights else None
+    if whole:
+        return tensors
+    counted = sum(tensor.elements * tensor.count for tensor in tensors)
+    corrections = sum(t.elements * t.count for t in tensors if t.name.endswith("e_score_correction_bias"))
+    if published not in (counted, counted - corrections):
+        known = "no parameter count is known" if published is None else f"the published count is {published:,}"
+        raise ConfigError(
+            f"the configuration is not the model's whole file: {counted:,} parameters follow from it, {known}"
+        )
+    return tensors
+
+
+def _per_rank(
+    spec: ModelSpec, tensors: tuple[Tensor, ...], split: Split, dtype: DType, warnings: list[str]
+) -> tuple[int, ...]:
+    from kvctl.weight_formats import convert, weight_format
+    from kvctl.weights import left_in_file, per_rank
+
+    if all(tensor.dtype in _FLOATS for tensor in tensors):
+        # An engine loads weights in the dtype that it computes in.
+        tensors, _ = convert(tensors, weight_format(dtype.name))
+    sizes = per_rank(tensors, spec.config, split)
+    left = left_in_file(tensors, spec.config)
+    if left:
+        warnings.append(
+            f"{left:,} bytes of the checkpoint are not loaded: layers that draft tokens ahead, or a tied head"
+        )
+    dequantised = sum(
+        2 * tensor.elements * len(tensor.layers) // split.tensor for tensor in tensors
+        if tensor.name.endswith("kv_b_proj.weight") and tensor.dtype == "F8_E4M3"
+    )  # fmt: skip
+    if dequantised:
+        warnings.append(
+            f"weights on each rank are those of the checkpoint; vLLM keeps kv_b_proj once more, dequantised to 16 bits:"
+            f" {dequantised // split.pipeline:,} bytes a rank"
+        )
+    if any(tensor.name.endswith(("_blocks", "_scales")) for tensor in tensors):
+        warnings.append("weights on each rank are for Triton's MXFP4 kernels; others pad the experts' width further")
+    return sizes
