@@ -51,9 +51,9 @@ class Serving(Record):
     swa_full: bool = False
     flash_attention: bool | None = None
     attention_dp: bool = False
-    """Whether every rank keeps whole heads, for requests of its own (TensorRT-LLM)."""
+    """Whether ranks attend for requests of their own: every rank (TensorRT-LLM), or data_parallel groups of them (SGLang)."""
     max_tokens: int | None = None
-    """Most tokens of TensorRT-LLM's cache, beside the budget."""
+    """Most tokens of the cache, beside the budget."""
     attention_windows: tuple[int, ...] | None = None
     """TensorRT-LLM's max_attention_window: tokens that layers keep, repeated over them."""
     second_manager: bool | None = None
@@ -81,6 +81,29 @@ class Serving(Record):
     """Whether the cache stays in the host's memory."""
     slot_limit: int | None = None
     """Tokens that one slot takes at most, however many cells are free."""
+    speculative_algorithm: str | None = None
+    draft_path: str | None = None
+    """The model that drafts, as SGLang names it."""
+    draft_layers: int | None = None
+    """Layers of a draft model (EAGLE, MTP) that keep a cache beside the model's."""
+    draft_tokens: int | None = None
+    """Tokens that speculative decoding verifies in one step."""
+    swa_ratio: float | None = None
+    """Tokens of a windowed layer for each token of a full one."""
+    mamba_ratio: float | None = None
+    """Memory of recurrent states for each byte of the cache that grows."""
+    mamba_slots: int | None = None
+    mamba_strategy: str | None = None
+    """How recurrent states are kept for prefix caching."""
+    state_dtype: str | None = None
+    """Dtype of recurrent states."""
+    attention_backend: str | None = None
+    sparse_backend: str | None = None
+    """Kernels of sparse latent attention."""
+    host_ratio: float | None = None
+    """Tokens of the cache in host memory for each one on the device."""
+    host_gb: float | None = None
+    """Size of the cache in host memory, in units of 10^9 bytes."""
 
 
 class _Row(Record):
@@ -138,6 +161,7 @@ class Allocation(Record):
         """Whether everything reserved is so many blocks of one size."""
         return (
             self.bytes_per_block > 0
+            and all(group.block_size for group in self.groups)
             and self.reserved_bytes % self.bytes_per_block == 0
             and (self.max_concurrency is not None or self.kv_budget_bytes is None)
         )

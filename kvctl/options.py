@@ -61,14 +61,17 @@ class Asked(Record):
         if strict and engine.rows and self.flags and started.cache_implementation is None:
             # Settings of a cache that is not named would look as if they counted.
             started = started.replace(cache_implementation="dynamic")
-        if started.speculative is None:
+        name = started.draft_path
+        if started.speculative is not None:
+            from kvctl.engines.vllm_speculation import draft_model
+
+            name = draft_model(started.speculative)
+        if name is None:
             return started
-        from kvctl.engines.vllm_speculation import draft_model
         from kvctl.model import build_spec
         from kvctl.sources import resolve
 
-        name = draft_model(started.speculative)
-        return started.replace(draft=build_spec(resolve(name))) if name else started
+        return started.replace(draft=build_spec(resolve(name)))
 
     def cache_formats(self, engine: Engine) -> tuple[CacheFormat | None, CacheFormat | None]:
         """Formats of keys and of values in the engine's own names; None for its default."""

@@ -280,6 +280,8 @@ class Shared(Empty):
     """Reads the cache of another layer (`of`: its index, where the config says it)."""
 
     of: int | None = None
+    like: tuple[LayerState, ...] = ()
+    """What a layer of its kind holds that does not share, where known: engines may store it all the same."""
     kind: ClassVar[str] = "shared"
 
 

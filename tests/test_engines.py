@@ -12,12 +12,14 @@ Run = Callable[..., Outcome]
 def test_engines_side_by_side(kvctl: Run) -> None:
     outcome = kvctl("size", "gemma-3-27b-it", "--ctx", "128k", "--engine", "all", "--json")
     found = {result["engine"]["name"]: result for result in outcome.json["results"]}
-    assert set(found) == {"ideal", "transformers", "vllm", "llama.cpp", "tensorrt-llm", "ollama"}
+    assert set(found) == {"ideal", "transformers", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "ollama"}
     row = 2 * 16 * 128 * 2  # K and V · 16 heads · 128 · 2 B
     assert found["ideal"]["kv_bytes"] == row * (10 * 131_072 + 52 * 1024)
     assert found["transformers"]["kv_bytes"] == row * (10 * 131_072 + 52 * 1023)
     # 8,192 + 6 · 1,089 blocks of 10 · 16 tokens; 10 full layers, and 52 of 4 · 1,024 + 512 cells
     assert found["vllm"]["allocation"]["reserved_bytes"] == 14_726 * 10 * 16 * row
+    # every layer in full, and one page for padded tokens
+    assert found["sglang"]["allocation"]["reserved_bytes"] == 62 * 131_073 * row
     assert found["llama.cpp"]["allocation"]["reserved_bytes"] == row * (10 * 131_072 + 52 * 4608)
     table = kvctl("size", "gemma-3-27b-it", "--ctx", "128k", "--engine", "all").out
     assert "19,301,662,720" in table
@@ -35,8 +37,9 @@ def test_options_go_to_the_engines_that_have_them(kvctl: Run) -> None:
 
 def test_engines_without_an_answer_say_why(kvctl: Run) -> None:
     outcome = kvctl("size", "whisper-large-v3", "--ctx", "448", "--engine", "all", "--json")
-    assert [line.partition(":")[0] for line in outcome.json["refused"]] == ["llama.cpp", "tensorrt-llm", "ollama"]
-    assert "no answer from: llama.cpp" in outcome.err
+    refused = ["sglang", "llama.cpp", "tensorrt-llm", "ollama"]
+    assert [line.partition(":")[0] for line in outcome.json["refused"]] == refused
+    assert "no answer from: sglang" in outcome.err
     assert {result["engine"]["name"] for result in outcome.json["results"]} == {"ideal", "transformers", "vllm"}
     assert ", transformers 5.24 |" in kvctl("size", "Qwen3-32B", "--ctx", "4k", "--engine", "all", "-f", "md").out
 

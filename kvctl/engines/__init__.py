@@ -144,7 +144,18 @@ OLLAMA = LLAMA_CPP.replace(
     summary="the cells of the llama-server that Ollama starts, and what Ollama expects before it does",
 )
 
-ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, LLAMA_CPP, TENSORRT_LLM, OLLAMA)
+SGLANG = Engine(
+    name="sglang",
+    version="0.5.23",
+    retention=IDEAL.retention,
+    beams_share_cross=True,
+    quantizes=True,
+    summary="the pools that SGLang allocates: tokens, state slots and the sizes that its log prints",
+    module=".sglang",
+    auto_fp32=False,
+)
+
+ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, OLLAMA)
 
 
 def engine(name: str) -> Engine:

@@ -59,23 +59,20 @@ def build(
 ) -> Layers:
     """One layer for each of `kinds`; `shared` marks those that read another layer's cache."""
     overrides = per_layer_overrides(f, len(kinds))
-    made: dict[str, Layer] = {}
-    special: dict[tuple[str, str], Layer] = {}
+    made: dict[tuple[str, str], Layer] = {}
+    sharing: dict[tuple[str, str], Layer] = {}
     layers = []
     for index, kind in enumerate(kinds):
-        if shared is not None and shared[index]:
-            layers.append(SHARED)
-            continue
         override = overrides.get(index)
-        if override:
-            key = (kind, repr(sorted(override.items(), key=lambda item: item[0])))
-            if key not in special:
-                special[key] = _make(f.with_values(**override), kind, makers)
-            layers.append(special[key])
-            continue
-        if kind not in made:
-            made[kind] = _make(f, kind, makers)
-        layers.append(made[kind])
+        key = (kind, repr(sorted(override.items(), key=lambda item: item[0])) if override else "")
+        if key not in made:
+            made[key] = _make(f.with_values(**override) if override else f, kind, makers)
+        if shared is not None and shared[index]:
+            if key not in sharing:
+                sharing[key] = Layer((Shared(like=made[key].states),))
+            layers.append(sharing[key])
+        else:
+            layers.append(made[key])
     return tuple(layers)
 
 
