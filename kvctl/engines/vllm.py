@@ -12,6 +12,7 @@ pool, and a request holds blocks of every group.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
+from kvctl.engines import vllm_packed as packed
 from kvctl.engines.vllm_groups import (
     Group,
     Placed,
@@ -62,7 +63,11 @@ def plan(
     warnings: list[str] = [doubt] if doubt else []
     _check_split(spec, serving)
     check_format(fmt, rules.since if doubt or version is None else _two(version))
-    fmt = _sparse_format(spec, fmt, serving, rules, warnings)
+    side_by_side = packed.packs_layers(spec)
+    if side_by_side:
+        fmt = packed.cache_format(fmt, serving, rules, warnings)
+    else:
+        fmt = _sparse_format(spec, fmt, serving, rules, warnings)
     drafted = drafts(spec, serving.speculative, serving.draft)
     if drafted.reason:
         reasons.append(drafted.reason)
@@ -75,28 +80,36 @@ def plan(
     settings = _settings(spec, serving, rules, every, context, drafted.tokens, warnings)
     unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
     block, padded = block_size(settings, every, unpacked, reasons)
-    layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
+    if not side_by_side:
+        layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
     if not rules.hybrid or serving.hybrid_disabled:
         layers = promoted(layers, reasons)
-    groups = groups_of(layers, rules, reasons)
+    groups = packed.groups_of(layers, rules) if side_by_side else groups_of(layers, rules, reasons)
 
     stages = serving.pipeline_parallel or 1
-    request = sum(settings.blocks(group[0].spec, context) for group in groups)
-    of_stage = [bytes_per_block(groups, stage) for stage in range(stages)]
+    request = counted = sum(settings.blocks(group[0].spec, context) for group in groups)
+    if side_by_side:
+        of_stage = [packed.bytes_per_block(groups, stage, rules) for stage in range(stages)]
+        counted = packed.blocks_logged(groups, settings, context, rules)
+    else:
+        of_stage = [bytes_per_block(groups, stage) for stage in range(stages)]
     widest = max(of_stage)
     _explain(spec, groups, settings, context, stages, serving, reasons)
     budget, num_blocks = serving.kv_budget, serving.num_blocks
     if num_blocks is None and budget is not None:
         # The poorest stage decides for all.
         num_blocks = budget // widest
-    reported, concurrency, log = _capacity(rules, serving, settings, groups, num_blocks, request, block, context)
+    reported, concurrency, log = _capacity(rules, serving, settings, groups, num_blocks, counted, block, context)
     if rules.each_stage and budget is not None and serving.num_blocks is None:
         counts = [budget // size for size in of_stage]
         log = tuple(line for count in counts
                     for line in _capacity(rules, serving, settings, groups, count, request, block, context)[2])  # fmt: skip
     if num_blocks is not None:
-        _warn_of_shortage(rules, serving, num_blocks, request, sequences, context, warnings)
-        if num_blocks - rules.spare_block < request:
+        short = num_blocks - rules.spare_block < request
+        if side_by_side:
+            short = packed.is_short(groups, settings, context, rules, of_stage, num_blocks, budget)
+        _warn_of_shortage(rules, serving, num_blocks, request, short, sequences, context, warnings)
+        if short:
             log = ()
     ranks = settings.ranks
     return Allocation(
@@ -156,6 +169,8 @@ def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, re
     """Specs of every layer in order, with its pipeline stage; those that draft come last, on the last stage."""
     ranks, cpu = serving.tensor_parallel or 1, serving.device == "cpu"
     stages = serving.pipeline_parallel or 1
+    if packed.packs_layers(spec):
+        return packed.layers_of(spec, serving, drafted)
     of = {id(layer): specs_of(layer, spec, fmt, ranks, cpu, drafted.tokens) for layer, _ in spec.groups}
     stage = stage_of(len(spec.layers), stages, serving.stage_layers)
     kept: dict[int, list[Spec]] = {}
@@ -200,9 +215,10 @@ def _capacity(
 
 
 def _warn_of_shortage(
-    rules: Rules, serving: Serving, num_blocks: int, request: int, sequences: int, context: int, warnings: list[str]
-) -> None:
-    if num_blocks - rules.spare_block < request:
+    rules: Rules, serving: Serving, num_blocks: int, request: int, short: bool, sequences: int, context: int,
+    warnings: list[str],
+) -> None:  # fmt: skip
+    if short:
         warnings.append(
             f"vLLM would not start: one request of {context:,} tokens needs {request:,} blocks, "
             f"and the budget holds {num_blocks:,}" + (", one of them set aside" if rules.spare_block else "")
@@ -233,6 +249,8 @@ def _settings(
         block, states, batched = 16, "none", max(context, 2048)
     elif cpu:
         block = block or 128
+    elif block is None and packed.packs_layers(spec):
+        block = packed.BLOCK
     elif block is None:
         block = 64 if latent else 16
         if latent:
@@ -296,7 +314,8 @@ def _states(spec: ModelSpec, serving: Serving, rules: Rules) -> str:
 
 
 _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "indexer", "window": "sliding_window",
-          "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention"}  # fmt: skip
+          "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention",
+          "compressor": "compressor_state"}  # fmt: skip
 
 
 def _row(group: Group, settings: Settings, context: int) -> GroupRow:
@@ -317,7 +336,9 @@ def _explain(
     specs = [item.spec for group in groups for item in group]
     widest = max(len(group) for group in groups)
     short = sum(widest - len(group) for group in groups)
-    if len(groups) > 1:
+    if packed.packs_layers(spec):
+        reasons.append(packed.explanation(groups, settings, context))
+    elif len(groups) > 1:
         reasons.append(
             f"{plural(len(groups), 'group')} of {plural(widest, 'layer')} share one pool"
             + (f"; {plural(short, 'place')} in them stay empty and are paid for" if short else "")
@@ -353,7 +374,7 @@ def _explain(
 def _explain_ranks(spec: ModelSpec, specs: list[Spec], settings: Settings, reasons: list[str]) -> None:
     if settings.ranks == 1:
         return
-    heads = {s.kv_heads for layer, _ in spec.groups for s in layer.states if isinstance(s, Attention)}
+    heads = {s.kv_heads for layer, _ in spec.groups for s in layer.states if isinstance(s, Attention) and s.value_dim}
     for count in sorted(heads):
         if settings.ranks > count:
             reasons.append(

@@ -56,7 +56,7 @@ class Settings(Record):
             if self.states == "align":
                 return 2 + self.drafted + (spec.checkpoints in self.checkpoints)
             return 1 + self.drafted
-        if spec.kind == "window":
+        if spec.kind in ("window", "compressor"):
             return -(-min(spec.limit - 1 + self.in_flight, context) // spec.block) + 1
         if spec.kind == "chunk":
             return -(-min(spec.limit + self.in_flight, context) // spec.block)

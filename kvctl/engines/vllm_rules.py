@@ -49,12 +49,17 @@ class Rules(Record):
     """Whether gated delta layers do, where FlashInfer runs their prefill."""
     sparse_fp8: bool = False
     """Whether DeepSeek V3.2 is kept in fp8_ds_mla without being told."""
+    packing: str = ""
+    """How pages of DeepSeek V4 lie in a block: "" (not served), "tuples" (places for every page size), "pages"
+    (each size has places of its own), "dense" (without gaps), or "balanced" (that, groups chosen anew)."""
 
 
-_CONCURRENCY = Rules((0, 22), "concurrency", state_caching="asked", state_each_block=True)
+_CONCURRENCY = Rules((0, 22), "concurrency", state_caching="asked", state_each_block=True, packing="tuples")
 _OLD = Rules((0, 10), "groups", even_below=0, pages="equal", state_caching="never", draft_blocks=False,
              each_stage=True)  # fmt: skip
 _GROUPS = _OLD.replace(each_stage=False)
+_PACKED = Rules((0, 29), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True,
+                packing="balanced")  # fmt: skip
 
 RULES: tuple[Rules, ...] = (
     Rules((0, 8), "blocks", hybrid=False, even_below=0, pages="equal", state_caching="never",
@@ -68,14 +73,14 @@ RULES: tuple[Rules, ...] = (
     _GROUPS.replace(since=(0, 18), even_below=1.5, pages="scaled", state_caching="asked", state_each_block=True, draft_blocks=True),
     _CONCURRENCY.replace(since=(0, 20), capacity="groups"),
     _CONCURRENCY,
-    _CONCURRENCY.replace(since=(0, 26), state_caching="default", overlapped=True),
-    _CONCURRENCY.replace(since=(0, 27), state_caching="default", overlapped=True, latent_step=128),
-    Rules((0, 28), "concurrency", overlapped=True, latent_step=128, one_line=True),
-    Rules((0, 29), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True),
-    Rules((0, 32), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True,
-          ssd_checkpoints=True),
-    Rules((0, 33), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True,
-          ssd_checkpoints=True, delta_checkpoints=True),
+    _CONCURRENCY.replace(since=(0, 23), packing="pages"),
+    _CONCURRENCY.replace(since=(0, 26), state_caching="default", overlapped=True, packing="pages"),
+    _CONCURRENCY.replace(since=(0, 27), state_caching="default", overlapped=True, latent_step=128, packing="dense"),
+    Rules((0, 28), "concurrency", overlapped=True, latent_step=128, one_line=True, packing="dense"),
+    _PACKED,
+    _PACKED.replace(since=(0, 30)),
+    _PACKED.replace(since=(0, 32), ssd_checkpoints=True),
+    _PACKED.replace(since=(0, 33), ssd_checkpoints=True, delta_checkpoints=True),
 )  # fmt: skip
 """In order; a version goes by the last row that is not newer than it."""
 

@@ -105,7 +105,7 @@ class Spec(Record):
     """One block of one layer. `limit`: window, chunk or encoder's positions; equal specs share a group."""
 
     kind: str
-    """full, latent, indexer, window, chunk, state or cross."""
+    """full, latent, indexer, window, chunk, state, cross or compressor."""
     token_bytes: int
     """Bytes of one token; 0 for states."""
     block: int

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
-from kvctl.spec import FullAttention, Indexer, LatentAttention, Layer, ModelSpec
+from kvctl.spec import FullAttention, Indexer, LatentAttention, Layer, ModelSpec, SlidingWindow
 
 _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods that draft without a cache."""
@@ -20,6 +20,11 @@ _OTHER_MODELS = ("eagle", "eagle3", "draft_model", "dflash", "dspark")
 _REPEATS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5",
             "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "mimo", "ernie4_5_moe", "exaone_moe", "exaone4_5", "longcat_flash", "nemotron_h")  # fmt: skip
 """Model types whose modules for multi-token prediction have attention like that of their last layers."""
+_WINDOWS = {"deepseek_v4": None, "mimo_v2_flash": 1, "mimo_v2": 1}
+"""Those whose modules have a window alone, like the last of their layers with one; and how many vLLM runs, where
+that is not what the configuration names."""
+_DRAFTING = 3
+"""Layers of DeepSeek V4's checkpoint that draft with the method dspark, where its configuration names none."""
 _ONE = ("qwen3_next", "longcat_flash", "nemotron_h")
 """Model types that have one where their configuration does not say."""
 
@@ -63,6 +68,8 @@ def drafts(spec: ModelSpec, settings: Mapping[str, Any] | None, draft: ModelSpec
     if method is not None and method not in _OTHER_MODELS:
         raise UsageError(f"--speculative-config: unknown method {str(method)[:40]!r}",
                          hint="one of mtp, " + ", ".join((*_OTHER_MODELS, *_WITHOUT_LAYERS[:1], *_WITHOUT_LAYERS[3:])))  # fmt: skip
+    if draft is None and method == "dspark" and spec.model_type == "deepseek_v4":
+        return _windows(spec, spec.config.get("n_mtp_layers") or _DRAFTING, tokens)
     if draft is None:
         raise UsageError("--speculative-config names no draft model and no method that needs none",
                          hint='"method": "mtp", or "model": a name or a folder')  # fmt: skip
@@ -75,10 +82,14 @@ def drafts(spec: ModelSpec, settings: Mapping[str, Any] | None, draft: ModelSpec
 
 def _predicted(spec: ModelSpec, tokens: int | None) -> Drafts:
     """Modules of multi-token prediction: layers like the model's own last one with attention."""
+    if _WINDOWS.get(spec.model_type):
+        return _windows(spec, _WINDOWS[spec.model_type], tokens)
     modules = spec.prediction_modules or int(spec.model_type in _ONE)
     if not modules:
         raise ConfigError(f"{spec.id}: its configuration names no modules for multi-token prediction",
                           hint="another method, or --set num_nextn_predict_layers=1")  # fmt: skip
+    if spec.model_type in _WINDOWS:
+        return _windows(spec, modules, tokens)
     if spec.model_type not in _REPEATS:
         raise ConfigError(f"{spec.id}: kvctl does not know the prediction modules of {spec.model_type[:60]}",
                           hint="without --speculative-config the model alone is counted")  # fmt: skip
@@ -93,3 +104,16 @@ def _predicted(spec: ModelSpec, tokens: int | None) -> Drafts:
         f"{modules} layer{'s' * (modules > 1)} for multi-token prediction hold{'s' * (modules == 1)} every token too"
     )
     return Drafts(tokens or modules, ((Layer(states), spec),) * modules, reason)
+
+
+def _windows(spec: ModelSpec, modules: int | None, tokens: int | None) -> Drafts:
+    """Modules that have a window alone, like that of the model's last layer with one."""
+    window = next(
+        (s for layer in reversed(spec.layers) for s in layer.states_in("vllm") if isinstance(s, SlidingWindow)), None
+    )
+    if window is None or not isinstance(modules, int):
+        raise ConfigError(f"{spec.id}: no window that a prediction module could repeat")
+    reason = (
+        f"{modules} layer{'s' * (modules > 1)} that draft{'s' * (modules == 1)} hold{'s' * (modules == 1)} a window too"
+    )
+    return Drafts(tokens or modules, ((Layer((window,)), spec),) * modules, reason)
