@@ -24,12 +24,13 @@ from kvctl.engines.vllm_groups import (
     promoted,
     stage_of,
 )
+from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, check_served, specs_of
 from kvctl.engines.vllm_rules import Rules, dotted, rules_for
-from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype, specs_of
+from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype
 from kvctl.engines.vllm_speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import plain
-from kvctl.spec import Attention, Formats, Indexer, ModelSpec
+from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec
 from kvctl.units import plural
 
 __all__ = ["check_version", "kv_dtype", "plan"]
@@ -61,8 +62,10 @@ def plan(
     rules, doubt = rules_for(version)
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
+    asked = rules.since if doubt or version is None else _two(version)
     _check_split(spec, serving)
-    check_format(fmt, rules.since if doubt or version is None else _two(version))
+    check_served(spec, asked)
+    check_format(fmt, asked)
     side_by_side = packed.packs_layers(spec)
     if side_by_side:
         fmt = packed.cache_format(fmt, serving, rules, warnings)
@@ -155,7 +158,9 @@ def _check_split(spec: ModelSpec, serving: Serving) -> None:
 
 def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
     """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
-    sparse = any(isinstance(state, Indexer) for layer, _ in spec.groups for state in layer.states_in("vllm"))
+    sparse = any(
+        {Indexer, LatentAttention} <= {type(state) for state in layer.states_in("vllm")} for layer, _ in spec.groups
+    )
     told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
     if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
         return fmt
@@ -251,6 +256,8 @@ def _settings(
         block = block or 128
     elif block is None and packed.packs_layers(spec):
         block = packed.BLOCK
+    elif block is None and spec.model_type in MINIMAX_M3:
+        block = MINIMAX_M3_BLOCK
     elif block is None:
         block = 64 if latent else 16
         if latent:

@@ -121,7 +121,8 @@ def placed(item: Spec, settings: Settings, block: int, padded: int, context: int
         return sized(item, max(item.step, block // item.step * item.step))
     if item.kind == "cross":
         return sized(item, block).replace(limit=settings.encoder)
-    return sized(item, block)
+    # Some windows come with a block of their own.
+    return sized(item, item.block or block)
 
 
 def promoted(layers: list[Placed], reasons: list[str]) -> list[Placed]:

@@ -26,7 +26,7 @@ from kvctl.formats import plain
 from kvctl.spec import CompressedAttention, Empty, Formats, Indexer, Layer, LayerState, ModelSpec, SlidingWindow
 
 BLOCK = 256
-"""Tokens of a block without being told."""
+"""Tokens of a block, which kernels ask for."""
 _ROW = 584
 """Bytes of a row of 512: 448 in fp8, 64 of the rotary part in bf16, and 8 bytes of scales."""
 _ALIGNMENT = 576
@@ -58,10 +58,9 @@ def cache_format(fmt: Formats, serving: Serving, rules: Rules, warnings: list[st
     if (serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1) > 1:
         raise UsageError("vLLM deals out no tokens over ranks for DeepSeek V4, which has windows",
                          hint="without --decode-context-parallel-size")  # fmt: skip
-    block = serving.block_size or BLOCK
-    if block % 128:
-        raise UsageError(f"--block-size {block} is no multiple of 128, the tokens of DeepSeek V4's longest entries",
-                         hint=f"--block-size {BLOCK}, vLLM's choice")  # fmt: skip
+    if serving.block_size not in (None, BLOCK):
+        raise UsageError(f"--block-size {serving.block_size}: kernels for DeepSeek V4 take blocks of {BLOCK} tokens",
+                         hint="leave --block-size out")  # fmt: skip
     told = fmt.key.name.startswith("fp8") and not fmt.key.name.endswith("per_token_head")
     if not told and fmt.key != plain(fmt.model):
         raise UsageError(f"vLLM does not keep the rows of DeepSeek V4 in {fmt.key.name}", hint="--kv-cache-dtype fp8")
@@ -72,25 +71,25 @@ def cache_format(fmt: Formats, serving: Serving, rules: Rules, warnings: list[st
 
 def layers_of(spec: ModelSpec, serving: Serving, drafted: Drafts) -> list[Placed]:
     """Specs of every layer in order, pages and all; every rank of tensor parallelism holds the whole of them."""
-    stages, block = serving.pipeline_parallel or 1, serving.block_size or BLOCK
+    stages = serving.pipeline_parallel or 1
     stage = stage_of(len(spec.layers), stages, serving.stage_layers)
     held: list[tuple[Layer, ModelSpec, int]] = [(layer, spec, stage[i]) for i, layer in enumerate(spec.layers)]
     held += [(layer, model, stages - 1) for layer, model in drafted.layers]
     return [
-        Placed(_spec(state, model, block), where)
+        Placed(_spec(state, model), where)
         for layer, model, where in held
         for state in layer.states_in("vllm")
         if not isinstance(state, Empty)
     ]
 
 
-def _spec(state: LayerState, spec: ModelSpec, block: int) -> Spec:
+def _spec(state: LayerState, spec: ModelSpec) -> Spec:
     if isinstance(state, SlidingWindow) and (state.kv_heads, state.key_dim, state.value_dim) == (1, _DIM, 0):
         return _page("window", _ROW, _WINDOW_BLOCK, state.window)
     if isinstance(state, CompressedAttention) and state.dim == _DIM and state.ratio in _STATE_BLOCK:
-        return _page("latent", _ROW, block, ratio=state.ratio)
+        return _page("latent", _ROW, BLOCK, ratio=state.ratio)
     if isinstance(state, Indexer) and state.dim == _INDEX_DIM and state.stride in _STATE_BLOCK:
-        return _page("indexer", state.dim + 4, block, ratio=state.stride)
+        return _page("indexer", state.dim + 4, BLOCK, ratio=state.stride)
     if isinstance(state, CompressorTail) and state.dim in (_DIM, _INDEX_DIM) and state.ratio in _STATE_BLOCK:
         # A value and a gate in float32 for each series, kept as a window of what an entry is made of.
         series = 2 if state.overlapping else 1
@@ -106,8 +105,8 @@ def _page(kind: str, row: int, block: int, limit: int = 0, ratio: int = 1) -> Sp
 def groups_of(layers: list[Placed], rules: Rules) -> list[Group]:
     """Groups of layers; the first is what grows."""
     growing: Group = [item for item in layers if item.spec.grows]
-    if not growing:
-        raise ConfigError("kvctl does not know vLLM's plan for DeepSeek V4 without compressed layers")
+    if max((item.spec.page for item in growing), default=0) < max(item.spec.page for item in layers):
+        raise ConfigError("kvctl does not know vLLM's plan for DeepSeek V4 without layers of 4 tokens an entry")
     windows: dict[tuple[int, int], Group] = {}
     for item in layers:
         if not item.spec.grows:
@@ -117,7 +116,7 @@ def groups_of(layers: list[Placed], rules: Rules) -> list[Group]:
     groups = [growing]
     for bucket in windows.values():
         if rules.packing in ("tuples", "pages"):
-            bucket = [_padded(item, pages, rules) for item in bucket]
+            bucket = [_padded(item, pages) for item in bucket]
         # Layers of each page size take turns, so that every group has as many of each.
         by_page: dict[int, Group] = {}
         for item in bucket:
@@ -127,13 +126,9 @@ def groups_of(layers: list[Placed], rules: Rules) -> list[Group]:
     return groups
 
 
-def _padded(item: Placed, pages: list[int], rules: Rules) -> Placed:
-    """A window's page, made as large as one of those that grow."""
-    page = next((page for page in pages if page >= item.spec.page), None)
-    if page is None:
-        raise UsageError(f"vLLM {dotted(rules.since)} has no page for states of {item.spec.page:,} bytes at this block size",
-                         hint=f"--block-size {BLOCK}")  # fmt: skip
-    return item.replace(spec=item.spec.replace(page=page))
+def _padded(item: Placed, pages: list[int]) -> Placed:
+    """A window's page, made as large as the next one of those that grow."""
+    return item.replace(spec=item.spec.replace(page=next(page for page in pages if page >= item.spec.page)))
 
 
 def _repeats(group: Group) -> int:
@@ -148,8 +143,6 @@ def _group_size(buckets: list[Group], rules: Rules) -> int:
         even = [count for count in counts if len(set(count.values())) == 1]
         repeats = [max(count.values()) for count in even]
         least = max((max(count.values()) for count in even if len(count) > 1), default=0)
-        if not least:
-            raise ConfigError("kvctl does not know vLLM's plan for DeepSeek V4 without layers of 4 tokens an entry")
     else:
         repeats = [_repeats(bucket) for bucket in buckets]
         least = repeats[0]

@@ -231,7 +231,12 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool,
             states.append(state)
         elif isinstance(state, LatentAttention) and state.window is None:
             specs.append(Spec("latent", _latent_row(state, fmt.key), 0))
-        elif isinstance(state, Indexer) and state.stride == 1 and state.dim % 128 == 0 and specs:
+        elif (
+            isinstance(state, Indexer)
+            and state.stride == 1
+            and state.dim % 128 == 0
+            and any(item.kind == "latent" for item in specs)
+        ):
             # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
             specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0))
         elif isinstance(state, CrossAttention) and state.window is None and spec.cross_input == "audio":
