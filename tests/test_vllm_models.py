@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,14 @@ def test_minimax_m3_keeps_index_keys_in_bf16(kvctl: Run) -> None:
         assert got["blocks_per_request"] == 1_024
 
 
+@pytest.mark.parametrize(("block", "blocks", "tokens"), [("128", 3_276, 151_621), ("16", 13_107, 157_207)])
+def test_an_input_that_is_not_cut_makes_batches_longer(kvctl: Run, block: str, blocks: int, tokens: int) -> None:
+    # The planner of vLLM 0.32 on a CPU, of the whole model: 2,496 tokens in a batch, where 2,048 are usual.
+    options = ("--device", "cpu", "--ctx", "8192", "--kv-budget", "16GiB", "--block-size", block)
+    got = plan(kvctl, "google/gemma-4-26B-A4B", *options, engine="vllm@0.32")
+    assert (got["num_blocks"], got["reported_capacity"]) == (blocks, tokens)
+
+
 @pytest.mark.parametrize(
     ("model", "engine", "words"),
     [
@@ -65,6 +75,7 @@ def test_minimax_m3_keeps_index_keys_in_bf16(kvctl: Run) -> None:
         ("MiniMaxAI/MiniMax-Text-01", "vllm", "0.23 was the last"),
         ("MiniMaxAI/MiniMax-Text-01", "vllm@0.23", "does not know how vLLM stores"),
         ("google/recurrentgemma-2b", "vllm", "vLLM does not serve recurrent_gemma"),
+        ("sgl-project/DeepSeek-V4-Flash-FP8", "vllm", "vLLM does not serve deepseek_ref"),
         ("RWKV/rwkv-5-world-3b", "vllm@0.12", "vLLM does not serve rwkv5"),
         ("thinkingmachines/Inkling", "vllm@0.24", "does not serve inkling_mm_model"),
         ("MiniMaxAI/MiniMax-M3", "vllm@0.22", "does not serve minimax_m3"),
@@ -74,3 +85,57 @@ def test_what_vllm_does_not_serve(kvctl: Run, model: str, engine: str, words: st
     outcome = kvctl("size", model, "--engine", engine, "--ctx", "8k")
     assert outcome.code == 1
     assert words in outcome.err
+
+
+MTP = '{"method": "mtp"}'
+
+
+def test_modules_repeat_full_attention(kvctl: Run) -> None:
+    # vllm hy_v3_mtp.py: one decoder layer a module. 80 layers · 8 KV heads · 256 · 2 B, and one more; 16 tokens a block.
+    got = plan(kvctl, "tencent/Hy3", "--ctx", "64k", "--set", "num_nextn_predict_layers=1", "-sc", MTP)
+    assert got["bytes_per_block"] == 16 * 81 * 8 * 256 * 2
+    # vllm models/minimax_m3: the module attends sparsely, so it has an index key a token too.
+    got = plan(kvctl, "MiniMaxAI/MiniMax-M3", "-tp", "4", "--ctx", "64k", "-sc", MTP)
+    assert got["bytes_per_block"] == 128 * (61 * 2 * 128 * 2 + 58 * 128 * 2)
+
+
+def test_modules_with_a_window(kvctl: Run) -> None:
+    # vllm mimo_v2_mtp.py: only the first module, with attention like that of windowed layers. 39 windows become 40.
+    plain, drafting = (plan(kvctl, "MiMo-V2-Flash", "--ctx", "64k", *options) for options in ((), ("-sc", MTP)))
+    assert sum(row["layers"] for row in drafting["groups"]) == sum(row["layers"] for row in plain["groups"]) + 1 == 49
+    assert [row["kind"] for row in drafting["groups"]].count("full_attention") == 1
+
+
+def test_chained_modules_keep_more_of_windows(kvctl: Run) -> None:
+    # Three modules after 33 windows and 12 full layers: three groups of 12 windows. From 0.28 on a chain of three
+    # draft tokens keeps 2 tokens more of a window of 512: ⌈(511 + 2 + 2 · 8,192)/16⌉ + 1 = 1,058, not 1,057.
+    kinds = '["sliding_attention", "sliding_attention", "sliding_attention"]'
+    options = (
+        "--ctx",
+        "64k",
+        "--set",
+        f"mtp_layer_types={kinds}",
+        "-sc",
+        '{"method": "mtp", "num_speculative_tokens": 3}',
+    )
+    for engine, blocks in (("vllm@0.27", 1_057), ("vllm@0.28", 1_058)):
+        got = plan(kvctl, "Step-3.7-Flash", *options, engine=engine)
+        assert [row["layers"] for row in got["groups"]] == [12] * 4
+        assert got["blocks_per_request"] == 4_096 + 3 * blocks
+
+
+def test_modules_of_unknown_attention(kvctl: Run) -> None:
+    outcome = kvctl("size", "Step-3.7-Flash", "--engine", "vllm", "--ctx", "8k", "-sc", MTP)
+    assert (outcome.code, "does not say which attention" in outcome.err) == (1, True)
+
+
+def test_an_assistant_reads_the_cache_of_its_model(kvctl: Run, tmp_path: Path) -> None:
+    # vllm gemma4_mtp.py: all layers of the assistant share the target's keys and values.
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_assistant", "text_config": text}))
+    drafts = json.dumps({"model": str(tmp_path), "num_speculative_tokens": 3})
+    plain, drafting = (
+        plan(kvctl, "google/gemma-4-31B-it", "--ctx", "8k", *options) for options in ((), ("-sc", drafts))
+    )
+    assert drafting["groups"] == plain["groups"]

@@ -24,7 +24,7 @@ from kvctl.engines.vllm_groups import (
     promoted,
     stage_of,
 )
-from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, check_served, specs_of
+from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, check_served, least_batched, specs_of
 from kvctl.engines.vllm_rules import Rules, dotted, rules_for
 from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype
 from kvctl.engines.vllm_speculation import Drafts, drafts
@@ -81,6 +81,7 @@ def plan(
     if not rules.hybrid and any(item.kind == "state" for item in every):
         raise ConfigError(f"vLLM {dotted(rules.since)} does not serve recurrent layers from its KV cache")
     settings = _settings(spec, serving, rules, every, context, drafted.tokens, warnings)
+    settings = settings.replace(retained=drafted.retained if rules.since >= (0, 28) else 0)
     unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
     block, padded = block_size(settings, every, unpacked, reasons)
     if not side_by_side:
@@ -263,7 +264,7 @@ def _settings(
         if latent:
             warnings.append("block size 64, as FlashMLA on a Hopper GPU has it; --block-size sets another backend's")
     if batched is None:
-        batched = 2048 * ranks if cpu else 8192
+        batched = max(2048 * ranks if cpu else 8192, least_batched(spec, rules.since))
         if kinds & {"window", "chunk"} and not cpu:
             warnings.append(
                 "8,192 batched tokens, vLLM's default on a GPU of 70 GiB and more; --max-num-batched-tokens sets it"

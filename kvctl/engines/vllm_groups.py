@@ -47,6 +47,8 @@ class Settings(Record):
     context_parallel: int
     """Ranks that tokens of the cache are dealt out to."""
     latent_step: int
+    retained: int = 0
+    """Tokens that windows keep beyond their length."""
 
     def blocks(self, spec: Spec, context: int) -> int:
         """Blocks that one request of `context` tokens holds in a group of such layers."""
@@ -57,7 +59,7 @@ class Settings(Record):
                 return 2 + self.drafted + (spec.checkpoints in self.checkpoints)
             return 1 + self.drafted
         if spec.kind in ("window", "compressor"):
-            return -(-min(spec.limit - 1 + self.in_flight, context) // spec.block) + 1
+            return -(-min(spec.limit - 1 + self.retained + self.in_flight, context) // spec.block) + 1
         if spec.kind == "chunk":
             return -(-min(spec.limit + self.in_flight, context) // spec.block)
         if spec.kind == "cross":

@@ -6,13 +6,15 @@ models/minimax_m3/common/indexer.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvctl.engines.states import not_known
 from kvctl.engines.vllm_specs import Spec
 from kvctl.engines.vllm_specs import specs_of as plain_specs
 from kvctl.errors import ConfigError, UsageError
 from kvctl.spec import Attention, ConvState, Formats, Indexer, Layer, ModelSpec
 
-_NEVER = ("recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "baichuan_m1")
+_NEVER = ("recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "baichuan_m1", "deepseek_ref")
 _UNTIL = {"mllama": (0, 10), "minimax": (0, 23), "minimax_text_01": (0, 23), "minimax_m1": (0, 23)}
 """The last version that had a model type, of those that no other code in vLLM runs."""
 _FIRST = {"inkling_mm_model": (0, 26), "inkling_text": (0, 26), "minimax_m3_vl_text": (0, 24), "minimax_m3_vl": (0, 24),
@@ -47,6 +49,16 @@ def check_served(spec: ModelSpec, version: tuple[int, int]) -> None:
                           hint=f"vLLM {first[0]}.{first[1]} and later do")  # fmt: skip
     if spec.cross_input == "encoder" and version >= (0, 11):
         raise ConfigError(f"{spec.id}: vLLM serves no encoder-decoder of text since 0.11", hint=hint)
+
+
+def least_batched(spec: ModelSpec, version: tuple[int, int]) -> int:
+    """Tokens that a batch has at least, without being told: those of the longest input that is not to be cut."""
+    text = spec.config.get("text_config")
+    whole = isinstance(text, Mapping) and text.get("use_bidirectional_attention") == "vision"
+    if spec.model_type not in ("gemma4", "gemma4_unified") or not whole or version < (0, 22):
+        return 0
+    # A video of 32 frames: 70 positions each, and 8 around them.
+    return 32 * (70 + 8)
 
 
 def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0) -> list[Spec]:
