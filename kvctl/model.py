@@ -201,7 +201,15 @@ def _dtype(model: str, *parts: Fields) -> DType | str | None:
 
 _MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 _CHUNKS = ("mamba_chunk_size", "chunk_size")
-_FOR_ENGINES = ("num_attention_heads", "hidden_size", "vocab_size", "mtp_layer_types", *_MODULES, *_CHUNKS)
+_FOR_ENGINES = (
+    "num_attention_heads",
+    "hidden_size",
+    "vocab_size",
+    "mtp_layer_types",
+    "index_kpool",
+    *_MODULES,
+    *_CHUNKS,
+)
 """What only some engine's plan rests on."""
 
 

@@ -139,3 +139,78 @@ def test_an_assistant_reads_the_cache_of_its_model(kvctl: Run, tmp_path: Path) -
         plan(kvctl, "google/gemma-4-31B-it", "--ctx", "8k", *options) for options in ((), ("-sc", drafts))
     )
     assert drafting["groups"] == plain["groups"]
+
+
+def test_kimi_k3_reserves_a_checkpoint_block(kvctl: Run) -> None:
+    # vllm 0.29.0 models/kimi_k3/nvidia/kda.py: a block for a checkpoint where FlashKDA runs; Kimi Linear's code has none.
+    # 24 latent layers and 69 delta layers in three groups of 23: with prefix caching two blocks each.
+    for model, engine, each in (
+        ("Kimi-K3", "vllm@0.28", 2),
+        ("Kimi-K3", "vllm@0.29", 3),
+        ("Kimi-Linear-48B-A3B-Instruct", "vllm", 2),
+    ):
+        got = plan(kvctl, model, "-tp", "8", "--ctx", "256k", engine=engine)
+        states = [row["blocks_per_request"] for row in got["groups"] if row["kind"] == "recurrent_state"]
+        assert states == [each] * 3
+
+
+# The planner functions of vLLM 0.31 and 0.33 (0.30 and 0.32 say the same) with the layers of GLM-5.3: every 4th a
+# latent of 512 in bf16 with an index key for each pool, the others delta layers of 64 heads of 128; 40 GiB a rank.
+GLM = [
+    ("0.31", 45, 4, 131_072, 4, 1_152, 3_206, 3_416_397, [8, 8, 9, 9, 11, 22]),
+    ("0.33", 45, 4, 131_072, 4, 1_152, 3_201, 3_303_633, [8, 8, 9, 9, 11, 22]),
+    ("0.31", 45, 2, 1_000_000, 4, 2_176, 1_697, 3_618_336, [8, 8, 9, 9, 11, 22]),
+    ("0.33", 45, 2, 1_000_000, 4, 2_176, 1_696, 3_585_623, [8, 8, 9, 9, 11, 22]),
+    ("0.31", 45, 8, 8_192, 4, 640, 5_771, 2_148_910, [8, 8, 9, 9, 11, 22]),
+    ("0.33", 45, 8, 8_192, 4, 640, 5_751, 1_812_007, [8, 8, 9, 9, 11, 22]),
+    ("0.31", 45, 4, 131_072, 2, 1_152, 3_109, 3_313_031, [8, 8, 9, 9, 11, 22]),
+    ("0.33", 45, 4, 131_072, 2, 1_152, 3_107, 3_206_619, [8, 8, 9, 9, 11, 22]),
+    ("0.31", 31, 4, 65_536, 4, 1_152, 5_038, 5_002_581, [6, 6, 6, 6, 7, 14]),
+    ("0.33", 31, 4, 65_536, 4, 1_152, 5_023, 4_702_676, [6, 6, 6, 6, 7, 14]),
+    ("0.31", 90, 4, 65_536, 4, 1_152, 1_603, 1_591_730, [17, 17, 17, 17, 22, 44]),
+    ("0.33", 90, 4, 65_536, 4, 1_152, 1_602, 1_499_838, [17, 17, 17, 17, 22, 44]),
+    ("0.31", 45, 1, 131_072, 4, 4_352, 848, 2_778_726, [8, 8, 9, 9, 11, 22]),
+    ("0.33", 45, 1, 131_072, 4, 4_352, 848, 2_526_114, [8, 8, 9, 9, 11, 22]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "layers", "ranks", "length", "pool", "block", "blocks", "tokens", "groups"), GLM)
+def test_glm_5_3_equals_the_planner(
+    kvctl: Run, version: str, layers: int, ranks: int, length: int, pool: int, block: int, blocks: int, tokens: int,
+    groups: list[int],
+) -> None:  # fmt: skip
+    what_if = ("--set", f"num_hidden_layers={layers}", "--set", f"index_kpool={pool}")
+    options = ("-tp", str(ranks), "--ctx", str(length), "--kv-budget", "40GiB")
+    got = plan(kvctl, "GLM-5.3-Flash", *options, *what_if, engine=f"vllm@{version}")
+    assert (got["block_size"], got["num_blocks"], got["reported_capacity"]) == (block, blocks, tokens)
+    assert sorted(row["layers"] for row in got["groups"]) == groups
+
+
+def test_glm_5_3_as_published(kvctl: Run) -> None:
+    # LMCache/LMCache#5042: blocks of 1,152 tokens on four ranks; vllm-project/vllm#53906: of 2,304 on two, with three
+    # draft tokens, which lengthen the convolutions. Groups as ModelEngine-Group/unified-cache-management#1371 has them.
+    what_if = ("--set", "index_kpool=4", "--ctx", "128k")
+    four = plan(kvctl, "GLM-5.3-Flash", "-tp", "4", *what_if, engine="vllm@0.31")
+    assert [row["layers"] for row in four["groups"]] == [22, 11, 9, 9, 8, 8]
+    # A latent's row has 1,024 bytes, and a key of 132 stands for 4 tokens.
+    assert (four["block_size"], four["bytes_per_block"]) == (1_152, 11 * 1_152 * (1_024 + 33))
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    assert plan(kvctl, "GLM-5.3-Flash", "-tp", "2", *what_if, "-sc", drafts)["block_size"] == 2_304
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "index keys of 16 tokens"),
+        (("--set", "index_kpool=4", "--kv-dtype", "fp8"), "without a rotary part in fp8"),
+        (("--set", "index_kpool=4", "-pp", "2"), "without pipeline stages"),
+        (
+            ("--set", "index_kpool=4", "-sc", MTP, "--set", "num_nextn_predict_layers=1"),
+            "prediction modules of glm5_next",
+        ),
+    ],
+)
+def test_glm_5_3_where_its_plan_is_not_known(kvctl: Run, options: tuple[str, ...], words: str) -> None:
+    outcome = kvctl("size", "GLM-5.3-Flash", "--engine", "vllm", "--ctx", "8k", *options)
+    assert outcome.code in (1, 2)
+    assert words in outcome.err

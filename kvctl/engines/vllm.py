@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import vllm_packed as packed
+from kvctl.engines import vllm_pooled as pooled
 from kvctl.engines.vllm_groups import (
     Group,
     Placed,
@@ -24,13 +25,13 @@ from kvctl.engines.vllm_groups import (
     promoted,
     stage_of,
 )
-from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, check_served, least_batched, specs_of
+from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, check_served, least_batched, sparse_format, specs_of
 from kvctl.engines.vllm_rules import Rules, dotted, rules_for
-from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype
+from kvctl.engines.vllm_specs import Spec, check_format, is_packed, kv_dtype
 from kvctl.engines.vllm_speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import plain
-from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec
+from kvctl.spec import Attention, Formats, ModelSpec
 from kvctl.units import plural
 
 __all__ = ["check_version", "kv_dtype", "plan"]
@@ -70,7 +71,7 @@ def plan(
     if side_by_side:
         fmt = packed.cache_format(fmt, serving, rules, warnings)
     else:
-        fmt = _sparse_format(spec, fmt, serving, rules, warnings)
+        fmt = sparse_format(spec, fmt, serving, rules, warnings)
     drafted = drafts(spec, serving.speculative, serving.draft)
     if drafted.reason:
         reasons.append(drafted.reason)
@@ -88,13 +89,20 @@ def plan(
         layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
     if not rules.hybrid or serving.hybrid_disabled:
         layers = promoted(layers, reasons)
-    groups = packed.groups_of(layers, rules) if side_by_side else groups_of(layers, rules, reasons)
+    if side_by_side:
+        groups = packed.groups_of(layers, rules)
+    elif spec.model_type in pooled.TYPES:
+        groups = pooled.groups_of(layers, rules)
+    else:
+        groups = groups_of(layers, rules, reasons)
 
     stages = serving.pipeline_parallel or 1
     request = counted = sum(settings.blocks(group[0].spec, context) for group in groups)
     if side_by_side:
         of_stage = [packed.bytes_per_block(groups, stage, rules) for stage in range(stages)]
         counted = packed.blocks_logged(groups, settings, context, rules)
+    elif spec.model_type in pooled.TYPES:
+        of_stage = [pooled.bytes_per_block(groups, spec, rules)]
     else:
         of_stage = [bytes_per_block(groups, stage) for stage in range(stages)]
     widest = max(of_stage)
@@ -155,20 +163,6 @@ def _check_split(spec: ModelSpec, serving: Serving) -> None:
     if ranks % (serving.decode_context_parallel or 1):
         raise UsageError(f"--decode-context-parallel-size {serving.decode_context_parallel} does not divide the "
                          f"{plural(ranks, 'rank')} of --tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
-
-
-def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
-    """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
-    sparse = any(
-        {Indexer, LatentAttention} <= {type(state) for state in layer.states_in("vllm")} for layer, _ in spec.groups
-    )
-    told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
-    if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
-        return fmt
-    warnings.append(
-        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
-    )
-    return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
 
 
 def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, reasons: list[str]) -> list[Placed]:
@@ -288,6 +282,15 @@ def _settings(
             "Blackwell with CUDA 13) blocks are multiples of 64 and a request holds one more in each such group: "
             "--gdn-prefill-backend flashinfer"
         )
+    flashkda = rules.kda_checkpoints and not cpu
+    kinds_of = (("ssd", rules.ssd_checkpoints), ("delta", flashinfer), ("kda", flashkda),
+                ("glm", flashkda and rules.since >= (0, 32)))  # fmt: skip
+    checkpoints = tuple(kind for kind, made in kinds_of if made)
+    if states == "align" and any(item.checkpoints in {"kda", "glm"}.intersection(checkpoints) for item in specs):
+        warnings.append(
+            "estimated: counted for FlashKDA's prefill (Hopper and Blackwell, bounded gates); where Triton runs it a "
+            "request holds one block less in each group of delta layers"
+        )
     return Settings(
         cpu=cpu,
         ranks=ranks,
@@ -298,7 +301,7 @@ def _settings(
         block_given=serving.block_size is not None,
         states=states,
         chunk=spec.scan_chunk or 2048,
-        checkpoints=(("ssd",) if rules.ssd_checkpoints else ()) + (("delta",) if flashinfer else ()),
+        checkpoints=checkpoints,
         delta_step=64 if flashinfer and any(item.checkpoints == "delta" for item in specs) else 1,
         drafted=drafted if rules.draft_blocks else 0,
         context_parallel=(serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1),
@@ -323,7 +326,7 @@ def _states(spec: ModelSpec, serving: Serving, rules: Rules) -> str:
 
 _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "indexer", "window": "sliding_window",
           "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention",
-          "compressor": "compressor_state"}  # fmt: skip
+          "compressor": "compressor_state", "ring": "indexer"}  # fmt: skip
 
 
 def _row(group: Group, settings: Settings, context: int) -> GroupRow:
@@ -346,6 +349,8 @@ def _explain(
     short = sum(widest - len(group) for group in groups)
     if packed.packs_layers(spec):
         reasons.append(packed.explanation(groups, settings, context))
+    elif spec.model_type in pooled.TYPES:
+        reasons.append(f"{plural(len(groups), 'group')} share one pool; that of attention fills a block")
     elif len(groups) > 1:
         reasons.append(
             f"{plural(len(groups), 'group')} of {plural(widest, 'layer')} share one pool"
@@ -360,7 +365,7 @@ def _explain(
     if settings.states == "align":
         reasons.append(
             "prefix caching keeps recurrent states at block boundaries: 2 blocks a group"
-            + (", and 1 for a checkpoint with Mamba 2" if "ssd" in settings.checkpoints else "")
+            + (", and 1 for a checkpoint" if any(item.checkpoints in settings.checkpoints for item in specs) else "")
         )
     elif settings.states == "all":
         reasons.append("prefix caching keeps a recurrent state at every block boundary")

@@ -64,6 +64,8 @@ class Settings(Record):
             return -(-min(spec.limit + self.in_flight, context) // spec.block)
         if spec.kind == "cross":
             return -(-spec.limit // spec.block)
+        if spec.kind == "ring":
+            return 1
         held = -(-context // self.context_parallel)
         return -(-held // spec.block)
 
@@ -118,6 +120,8 @@ def placed(item: Spec, settings: Settings, block: int, padded: int, context: int
         # Without any attention the block is set before a platform's default is.
         aligned = block if padded or settings.block_given else 16
         return item.replace(block=aligned if settings.states != "none" else context, page=max(item.page, padded))
+    if item.kind == "ring":
+        return item
     if item.kind == "window" and settings.cpu:
         # The CPU's kernel takes multiples of 32 only, and windows choose their own block.
         return sized(item, max(item.step, block // item.step * item.step))

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvctl.allocation import Serving
+from kvctl.engines import vllm_pooled as pooled
 from kvctl.engines.states import not_known
-from kvctl.engines.vllm_specs import Spec
+from kvctl.engines.vllm_rules import Rules
+from kvctl.engines.vllm_specs import KV_DTYPES, Spec
 from kvctl.engines.vllm_specs import specs_of as plain_specs
 from kvctl.errors import ConfigError, UsageError
-from kvctl.spec import Attention, ConvState, Formats, Indexer, Layer, ModelSpec
+from kvctl.formats import plain
+from kvctl.spec import Attention, ConvState, Formats, Indexer, LatentAttention, Layer, ModelSpec, RecurrentState
 
 _NEVER = ("recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "baichuan_m1", "deepseek_ref")
 _UNTIL = {"mllama": (0, 10), "minimax": (0, 23), "minimax_text_01": (0, 23), "minimax_m1": (0, 23)}
@@ -22,8 +26,8 @@ _FIRST = {"inkling_mm_model": (0, 26), "inkling_text": (0, 26), "minimax_m3_vl_t
 """The first version that has a model type, of those below."""
 INKLING = ("inkling_mm_model", "inkling_text")
 MINIMAX_M3 = ("minimax_m3_vl_text", "minimax_m3_vl")
-_POOLED = ("glm5_next_text", "glm5_next")
-"""Model types whose indexers pool keys: pages whose stride follows the kernel, and a ring beside."""
+_KDA_CHECKPOINTS = {"kimi_k3": "kda", **dict.fromkeys(pooled.TYPES, "glm")}
+"""Model types whose delta layers make checkpoints, by whose rule; those of Kimi Linear, of other code, make none."""
 MINIMAX_M3_BLOCK = 128
 """Tokens of a block: those of a block of its sparse attention."""
 
@@ -51,6 +55,23 @@ def check_served(spec: ModelSpec, version: tuple[int, int]) -> None:
         raise ConfigError(f"{spec.id}: vLLM serves no encoder-decoder of text since 0.11", hint=hint)
 
 
+def sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
+    """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
+    if spec.model_type in pooled.TYPES:
+        pooled.check(fmt, serving)
+        return fmt
+    sparse = any(
+        {Indexer, LatentAttention} <= {type(state) for state in layer.states_in("vllm")} for layer, _ in spec.groups
+    )
+    told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
+    if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
+        return fmt
+    warnings.append(
+        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
+    )
+    return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
+
+
 def least_batched(spec: ModelSpec, version: tuple[int, int]) -> int:
     """Tokens that a batch has at least, without being told: those of the longest input that is not to be cut."""
     text = spec.config.get("text_config")
@@ -64,9 +85,9 @@ def least_batched(spec: ModelSpec, version: tuple[int, int]) -> int:
 def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0) -> list[Spec]:
     """Specs of one layer, whichever model it is of."""
     states = layer.states_in("vllm")
-    pooled = next((state for state in states if isinstance(state, Indexer) and spec.model_type in _POOLED), None)
-    if pooled is not None:
-        raise not_known(spec, pooled, "vLLM")
+    if keys := [state for state in states if isinstance(state, Indexer) and spec.model_type in pooled.TYPES]:
+        rest = Layer(tuple(state for state in states if not isinstance(state, Indexer)))
+        return plain_specs(rest, spec, fmt, ranks, cpu) + pooled.key_specs(keys[0], spec, drafted)
     if spec.model_type in INKLING:
         attention = [state for state in states if isinstance(state, Attention)]
         convolutions = [state for state in states if isinstance(state, ConvState)]
@@ -81,7 +102,11 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool,
         rest = Layer(tuple(state for state in states if not isinstance(state, Indexer)))
         # Keys of the index are in bf16, whatever the cache's format.
         return plain_specs(rest, spec, fmt, ranks, cpu) + [Spec("indexer", 2 * state.dim, 0) for state in keys]
-    return plain_specs(layer, spec, fmt, ranks, cpu, drafted)
+    specs = plain_specs(layer, spec, fmt, ranks, cpu, drafted)
+    kind = _KDA_CHECKPOINTS.get(spec.model_type)
+    if kind and any(isinstance(state, RecurrentState) and state.shape[-1] == 128 for state in states):
+        return [item.replace(checkpoints=kind) if item.kind == "state" else item for item in specs]
+    return specs
 
 
 def _conv_window(attention: Attention, convolutions: list[ConvState], ranks: int) -> Spec:

@@ -47,6 +47,8 @@ class Rules(Record):
     """Whether Mamba 2 reserves a block for a checkpoint of the prefill."""
     delta_checkpoints: bool = False
     """Whether gated delta layers do, where FlashInfer runs their prefill."""
+    kda_checkpoints: bool = False
+    """Whether Kimi delta layers do, where FlashKDA runs their prefill."""
     sparse_fp8: bool = False
     """Whether DeepSeek V3.2 is kept in fp8_ds_mla without being told."""
     packing: str = ""
@@ -59,7 +61,7 @@ _OLD = Rules((0, 10), "groups", even_below=0, pages="equal", state_caching="neve
              each_stage=True)  # fmt: skip
 _GROUPS = _OLD.replace(each_stage=False)
 _PACKED = Rules((0, 29), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True,
-                packing="balanced")  # fmt: skip
+                packing="balanced", kda_checkpoints=True)  # fmt: skip
 
 RULES: tuple[Rules, ...] = (
     Rules((0, 8), "blocks", hybrid=False, even_below=0, pages="equal", state_caching="never",

@@ -105,7 +105,7 @@ class Spec(Record):
     """One block of one layer. `limit`: window, chunk or encoder's positions; equal specs share a group."""
 
     kind: str
-    """full, latent, indexer, window, chunk, state, cross or compressor."""
+    """full, latent, indexer, window, chunk, state, cross, compressor or ring."""
     token_bytes: int
     """Bytes of one token; 0 for states."""
     block: int
@@ -115,7 +115,7 @@ class Spec(Record):
     page: int = 0
     """Bytes of a block, padding included."""
     checkpoints: str = ""
-    """ssd or delta: whose rule about checkpoints of the prefill holds."""
+    """ssd, delta, kda or glm: whose rule about checkpoints of the prefill holds."""
 
     @property
     def grows(self) -> bool:
