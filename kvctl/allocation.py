@@ -31,6 +31,8 @@ class Serving(Record):
     """--speculative-config."""
     draft: Any = None
     """The ModelSpec of the draft model that it names."""
+    fit_length: bool = False
+    """Whether the engine lowers the maximum length until a request fits."""
     max_sequences: int | None = None
     """Requests in a batch at most."""
     utilization: float | None = None

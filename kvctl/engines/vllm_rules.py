@@ -35,6 +35,10 @@ class Rules(Record):
     """Whether recurrent layers reserve a block for every draft token."""
     latent_step: int = 64
     """What blocks of a model with latents and states are a multiple of."""
+    utilization: float = 0.92
+    """What share of a GPU's memory it takes without being told."""
+    graphs_counted: bool = True
+    """Whether CUDA graphs are taken out of that share."""
     overlapped: bool = False
     """Whether asynchronous scheduling keeps two batches in flight on a GPU."""
     spare_block: bool = False
@@ -53,12 +57,12 @@ class Rules(Record):
 
 _CONCURRENCY = Rules((0, 22), "concurrency", state_caching="asked", state_each_block=True)
 _OLD = Rules((0, 10), "groups", even_below=0, pages="equal", state_caching="never", draft_blocks=False,
-             each_stage=True)  # fmt: skip
+             each_stage=True, utilization=0.9, graphs_counted=False)  # fmt: skip
 _GROUPS = _OLD.replace(each_stage=False)
 
 RULES: tuple[Rules, ...] = (
     Rules((0, 8), "blocks", hybrid=False, even_below=0, pages="equal", state_caching="never",
-          each_stage=True),
+          each_stage=True, utilization=0.9, graphs_counted=False),
     _OLD,
     _OLD.replace(since=(0, 11), sparse_fp8=True),
     _GROUPS.replace(
