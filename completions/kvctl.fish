@@ -36,6 +36,8 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l max-tokens -l max-tot
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l max-attention-window -x -d 'Tokens that layers keep, repeated over the layers'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l use-kv-cache-manager-v2 -x -a 'auto on off' -d 'Which cache manager of TensorRT-LLM'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l cpu-offload-space -l kv-offloading-size -x -d 'Host memory for blocks that leave the GPU, over all ranks'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-offloading-backend -x -a 'native lmcache' -d 'What moves blocks to host memory'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-transfer-config -x -d 'What moves the cache elsewhere'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l async-scheduling -l no-async-scheduling -d 'Whether a second batch is scheduled while one runs'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l enable-prefix-caching -l no-enable-prefix-caching -d 'Keep blocks for later requests'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l mamba-cache-mode -x -a 'none align all' -d 'What recurrent layers keep for prefix caching'

@@ -45,7 +45,11 @@ class Serving(Record):
     block_size: int | None = None
     max_batched: int | None = None
     prefix_caching: bool | None = None
-    hybrid_disabled: bool = False
+    hybrid_disabled: bool | None = None
+    """Whether windows are stored in full; None leaves it to the engine."""
+    kv_transfer: Mapping[str, Any] | None = None
+    """--kv-transfer-config: what moves the cache elsewhere."""
+    offload_backend: str | None = None
     slots: int | None = None
     unified: bool | None = None
     """Whether all slots share one stream of cells."""

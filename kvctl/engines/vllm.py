@@ -11,6 +11,8 @@ pool, and a request holds blocks of every group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines.vllm_groups import (
     Group,
@@ -152,7 +154,7 @@ def _lay_out(
     unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
     block, padded = block_size(settings, every, unpacked, reasons)
     layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
-    if not rules.hybrid or serving.hybrid_disabled:
+    if not rules.hybrid or _stored_in_full(layers, serving, rules, reasons):
         layers = promoted(layers, reasons)
     groups = groups_of(layers, rules, reasons)
     stages = range(serving.pipeline_parallel or 1)
@@ -184,6 +186,24 @@ def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules
         "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
     )
     return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
+
+
+def _stored_in_full(layers: list[Placed], serving: Serving, rules: Rules, reasons: list[str]) -> bool:
+    """Whether the hybrid KV cache manager is off: told so, or for what cannot do with it."""
+    if serving.hybrid_disabled is not None:
+        return serving.hybrid_disabled
+    settings = serving.kv_transfer or {}
+    names = [settings["kv_connector"]] if "kv_connector" in settings else []
+    inner = settings.get("kv_connector_extra_config")
+    if isinstance(inner, Mapping) and isinstance(inner.get("connectors"), list):
+        names += [part.get("kv_connector") for part in inner["connectors"] if isinstance(part, Mapping)]
+    if serving.offload is not None:
+        names.append("LMCacheConnectorV1" if serving.offload_backend == "lmcache" else "OffloadingConnector")
+    unable = [str(name)[:40] for name in names if name not in rules.connectors]
+    if unable and len({item.spec.kind for item in layers}) > 1:
+        reasons.append(f"{unable[0]} turns the hybrid KV cache manager off")
+    chunks = not rules.chunks_apart and any(item.spec.kind == "chunk" for item in layers)
+    return bool(unable) or chunks
 
 
 def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, reasons: list[str]) -> list[Placed]:
