@@ -62,6 +62,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -s kvu -s no-kvu -l kv-u
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-unified-per-slot -x -d 'Tokens that one slot of llama.cpp takes at most'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s b -l batch-size -x -d 'Tokens of a logical batch of llama.cpp'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s ub -l ubatch-size -x -d 'Tokens of a physical batch of llama.cpp'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -s cram -l cache-ram -x -d 'MiB of host memory for earlier prompts'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s kvo -s nkvo -l kv-offload -l no-kv-offload -d 'Keep the cache in the host\'s memory'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l swa-full -d 'Keep every token of windowed layers'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s fa -l flash-attn -x -a 'auto on off' -d 'auto, on or off'

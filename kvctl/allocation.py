@@ -50,6 +50,12 @@ class Serving(Record):
     kv_transfer: Mapping[str, Any] | None = None
     """--kv-transfer-config: what moves the cache elsewhere."""
     offload_backend: str | None = None
+    lmcache_size: int | None = None
+    """Bytes of LMCache's host memory on each rank."""
+    lmcache_chunk: int | None = None
+    """Tokens of a chunk of LMCache."""
+    prompt_cache: int | None = None
+    """MiB of host memory for earlier prompts; -1 without a limit."""
     slots: int | None = None
     unified: bool | None = None
     """Whether all slots share one stream of cells."""

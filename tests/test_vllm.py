@@ -470,3 +470,13 @@ def test_a_length_left_to_the_engine(kvctl: Run) -> None:
     assert found["log"] == [
         "GPU KV cache size: 40,960 tokens, Maximum concurrency for 40,944 tokens per request: 1.00x"
     ]
+
+
+def test_lmcache_holds_chunks_in_host_memory(kvctl: Run) -> None:
+    # 5 GiB / (256 tokens · 64 layers · 4 of 8 heads · 256 · 2 B = 32 MiB) = 160 chunks
+    settings = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
+    got = plan(kvctl, "Qwen3-32B", "-tp", "2", "--ctx", "4k", "--kv-transfer-config", settings)
+    assert "LMCache holds 40,960 tokens in 5,368,709,120 bytes of host memory of each rank" in got["reasons"]
+    text = f"LMCACHE_MAX_LOCAL_CPU_SIZE=20 vllm serve Qwen/Qwen3-32B -tp 2 --kv-transfer-config '{settings}'"
+    more = kvctl("size", "--json", "--engine-args", text).json["results"][0]["allocation"]
+    assert any("holds 163,840 tokens" in reason for reason in more["reasons"])

@@ -12,6 +12,7 @@ pool, and a request holds blocks of every group.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines.vllm_groups import (
@@ -188,10 +189,8 @@ def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules
     return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
 
 
-def _stored_in_full(layers: list[Placed], serving: Serving, rules: Rules, reasons: list[str]) -> bool:
-    """Whether the hybrid KV cache manager is off: told so, or for what cannot do with it."""
-    if serving.hybrid_disabled is not None:
-        return serving.hybrid_disabled
+def _connectors(serving: Serving) -> list[Any]:
+    """Names of what moves the cache elsewhere."""
     settings = serving.kv_transfer or {}
     names = [settings["kv_connector"]] if "kv_connector" in settings else []
     inner = settings.get("kv_connector_extra_config")
@@ -199,6 +198,14 @@ def _stored_in_full(layers: list[Placed], serving: Serving, rules: Rules, reason
         names += [part.get("kv_connector") for part in inner["connectors"] if isinstance(part, Mapping)]
     if serving.offload is not None:
         names.append("LMCacheConnectorV1" if serving.offload_backend == "lmcache" else "OffloadingConnector")
+    return names
+
+
+def _stored_in_full(layers: list[Placed], serving: Serving, rules: Rules, reasons: list[str]) -> bool:
+    """Whether the hybrid KV cache manager is off: told so, or for what cannot do with it."""
+    if serving.hybrid_disabled is not None:
+        return serving.hybrid_disabled
+    names = _connectors(serving)
     unable = [str(name)[:40] for name in names if name not in rules.connectors]
     if unable and len({item.spec.kind for item in layers}) > 1:
         reasons.append(f"{unable[0]} turns the hybrid KV cache manager off")
@@ -410,9 +417,23 @@ def _explain(spec: ModelSpec, laid: _Laid, serving: Serving, reasons: list[str])
         copies = stages if any(item.kind == "latent" for item in specs) else stages * settings.ranks
         held = serving.offload // (copies * laid.widest)
         reasons.append(f"host memory of {serving.offload:,} bytes holds {held:,} blocks that leave the GPU")
+    if any(str(name).startswith("LMCache") for name in _connectors(serving)):
+        reasons.append(_lmcache(laid, serving))
     if (serving.data_parallel or 1) > 1:
         reasons.append(f"{serving.data_parallel} data-parallel engines: each has a pool of its own, of this size")
     _explain_ranks(spec, specs, settings, reasons)
+
+
+def _lmcache(laid: _Laid, serving: Serving) -> str:
+    """What LMCache's host memory holds: chunks of all layers' tokens (lmcache 0.5.6, v1/config.py: 256 tokens, 5 GiB)."""
+    stages = range(len(laid.of_stage))
+    placed = [item for group in laid.groups for item in group]
+    token = max(sum(item.spec.token_bytes for item in placed if item.stage == stage) for stage in stages)
+    tokens, size = serving.lmcache_chunk or 256, serving.lmcache_size or 5 * 2**30
+    # Its allocator works in pages of 4 KiB.
+    chunk = -(-token * tokens // 4096) * 4096
+    where = "the first rank" if any(item.spec.kind == "latent" for item in placed) else "each rank"
+    return f"LMCache holds {size // chunk * tokens:,} tokens in {size:,} bytes of host memory of {where}"
 
 
 def _explain_ranks(spec: ModelSpec, specs: list[Spec], settings: Settings, reasons: list[str]) -> None:
