@@ -39,7 +39,7 @@ def planned(case: Json, version: str, budget: int) -> Allocation:
         kv_budget=budget, max_batched=case["batched"], async_scheduling=case["overlapped"],
         pipeline_parallel=len(stages) if stages else None, stage_layers=tuple(stages) if stages else None,
     )  # fmt: skip
-    allocation = size(spec, case["context"], SizePlan(engine=engine(f"vllm@{version}"), serving=serving)).allocation
+    allocation = size(spec, case["context"], SizePlan(engine=engine(f"vllm@{version}.0"), serving=serving)).allocation
     assert allocation is not None
     return allocation
 
@@ -126,6 +126,7 @@ def test_drafting_layers_in_the_checkpoint_hold_windows(kvctl: Run) -> None:
         (("--block-size", "128"), "take blocks of 256 tokens"),
         (("-tp", "2", "-dcp", "2"), "deals out no tokens"),
         (("--device", "cpu"), "on a CPU"),
+        (("--disable-hybrid-kv-cache-manager",), "without the hybrid KV cache manager"),
     ],
 )
 def test_what_vllm_would_not_start_is_refused(kvctl: Run, options: tuple[str, ...], words: str) -> None:

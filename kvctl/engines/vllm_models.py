@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvctl.allocation import Serving
 from kvctl.engines import vllm_pooled as pooled
 from kvctl.engines.states import not_known
-from kvctl.engines.vllm_rules import Rules
-from kvctl.engines.vllm_specs import KV_DTYPES, Spec
+from kvctl.engines.vllm_specs import Spec
 from kvctl.engines.vllm_specs import specs_of as plain_specs
 from kvctl.errors import ConfigError, UsageError
-from kvctl.formats import plain
-from kvctl.spec import Attention, ConvState, Formats, Indexer, LatentAttention, Layer, ModelSpec, RecurrentState
+from kvctl.spec import Attention, ConvState, Formats, Indexer, Layer, ModelSpec, RecurrentState
 
 _NEVER = ("recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "baichuan_m1", "deepseek_ref")
 _UNTIL = {"mllama": (0, 10), "minimax": (0, 23), "minimax_text_01": (0, 23), "minimax_m1": (0, 23)}
@@ -53,23 +50,6 @@ def check_served(spec: ModelSpec, version: tuple[int, int]) -> None:
                           hint=f"vLLM {first[0]}.{first[1]} and later do")  # fmt: skip
     if spec.cross_input == "encoder" and version >= (0, 11):
         raise ConfigError(f"{spec.id}: vLLM serves no encoder-decoder of text since 0.11", hint=hint)
-
-
-def sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
-    """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
-    if spec.model_type in pooled.TYPES:
-        pooled.check(fmt, serving)
-        return fmt
-    sparse = any(
-        {Indexer, LatentAttention} <= {type(state) for state in layer.states_in("vllm")} for layer, _ in spec.groups
-    )
-    told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
-    if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
-        return fmt
-    warnings.append(
-        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
-    )
-    return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
 
 
 def least_batched(spec: ModelSpec, version: tuple[int, int]) -> int:

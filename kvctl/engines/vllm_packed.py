@@ -53,8 +53,6 @@ def cache_format(fmt: Formats, serving: Serving, rules: Rules, warnings: list[st
         raise UsageError(f"vLLM {dotted(rules.since)} does not serve DeepSeek V4", hint="vLLM 0.20 and later do")
     if serving.device == "cpu":
         raise ConfigError("kvctl does not know vLLM's plan for DeepSeek V4 on a CPU", hint="without --device cpu")
-    if serving.hybrid_disabled:
-        raise ConfigError("kvctl does not know vLLM's plan for DeepSeek V4 without the hybrid KV cache manager")
     if (serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1) > 1:
         raise UsageError("vLLM deals out no tokens over ranks for DeepSeek V4, which has windows",
                          hint="without --decode-context-parallel-size")  # fmt: skip
@@ -178,21 +176,18 @@ def blocks_logged(groups: list[Group], settings: Settings, context: int, rules: 
     return -(-sum(count * size for count, size in zip(blocks, sizes, strict=True)) // sizes[0])
 
 
-def is_short(
-    groups: list[Group], settings: Settings, context: int, rules: Rules, of_stage: list[int], num_blocks: int,
-    budget: int | None,
-) -> bool:  # fmt: skip
-    """Whether a stage has too little for one request, as the check at the start counts it."""
-    blocks = sum(settings.blocks(group[0].spec, context) for group in groups)
+def blocks_usable(
+    groups: list[Group], of_stage: tuple[int, ...], num_blocks: int, budget: int | None, rules: Rules
+) -> int:
+    """Blocks that one request may hold, as the check at the start counts them."""
+    usable = []
     for stage, size in enumerate(of_stage):
-        needed = blocks * size
+        counted = size
         if rules.packing != "balanced":
             held = [[item.spec.page for item in group if item.stage == stage] for group in groups]
-            needed = blocks * _places(held) * sum(set(held[0]))
-        available = num_blocks * size if budget is None else budget
-        if needed > available - rules.spare_block * size:
-            return True
-    return False
+            counted = _places(held) * sum(set(held[0]))
+        usable.append(((num_blocks * size if budget is None else budget) - rules.spare_block * size) // counted)
+    return min(usable)
 
 
 def explanation(groups: list[Group], settings: Settings, context: int) -> str:

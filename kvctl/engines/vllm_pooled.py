@@ -33,7 +33,7 @@ def check(fmt: Formats, serving: Serving) -> None:
         ConfigError: such a plan.
 
     """
-    if serving.device == "cpu" or (serving.pipeline_parallel or 1) > 1 or serving.hybrid_disabled:
+    if serving.device == "cpu" or (serving.pipeline_parallel or 1) > 1:
         raise ConfigError("kvctl knows vLLM's plan for GLM-5.3 on GPUs alone, without pipeline stages")
     if (serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1) > 1:
         raise ConfigError("kvctl does not know vLLM's plan for GLM-5.3 with tokens dealt out over ranks")
