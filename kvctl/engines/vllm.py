@@ -23,8 +23,8 @@ from kvctl.engines.vllm_groups import (
     promoted,
     stage_of,
 )
-from kvctl.engines.vllm_rules import Rules, dotted, rules_for
-from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype, specs_of
+from kvctl.engines.vllm_rules import Rules, dotted, minor_of, rules_for
+from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype, specs_of, told
 from kvctl.engines.vllm_speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import plain
@@ -61,7 +61,7 @@ def plan(
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
     _check_split(spec, serving)
-    check_format(fmt, rules.since if doubt or version is None else _two(version))
+    check_format(fmt, (rules.since[0], rules.since[1]) if version is None else minor_of(version))
     fmt = _sparse_format(spec, fmt, serving, rules, warnings)
     drafted = drafts(spec, serving.speculative, serving.draft)
     if drafted.reason:
@@ -125,11 +125,6 @@ def plan(
     )
 
 
-def _two(version: str) -> tuple[int, int]:
-    major, minor = version.lower().removeprefix("v").split(".")[:2]
-    return int(major), int(minor)
-
-
 def _check_split(spec: ModelSpec, serving: Serving) -> None:
     ranks = serving.tensor_parallel or 1
     if spec.attention_heads is not None and spec.attention_heads % ranks:
@@ -156,7 +151,8 @@ def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, re
     """Specs of every layer in order, with its pipeline stage; those that draft come last, on the last stage."""
     ranks, cpu = serving.tensor_parallel or 1, serving.device == "cpu"
     stages = serving.pipeline_parallel or 1
-    of = {id(layer): specs_of(layer, spec, fmt, ranks, cpu, drafted.tokens) for layer, _ in spec.groups}
+    dtypes = told(serving.conv_dtype, serving.state_dtype)
+    of = {id(layer): specs_of(layer, spec, fmt, ranks, cpu, drafted.tokens, dtypes) for layer, _ in spec.groups}
     stage = stage_of(len(spec.layers), stages, serving.stage_layers)
     kept: dict[int, list[Spec]] = {}
     if is_packed(fmt) and not any(item.kind == "state" for specs in of.values() for item in specs):
