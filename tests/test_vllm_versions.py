@@ -35,7 +35,9 @@ def layer(facts: Json) -> Spec:
         facts["dim"] if facts["kind"] == "latent" else facts["heads"] * (facts["dim"] + facts.get("vdim", facts["dim"]))
     )
     shape = (facts.get("heads", 0), facts["dim"])
-    return Spec(facts["kind"], 2 * row, facts["block"], facts.get("limit", 0), page=2 * row * facts["block"], shape=shape)
+    return Spec(
+        facts["kind"], 2 * row, facts["block"], facts.get("limit", 0), page=2 * row * facts["block"], shape=shape
+    )
 
 
 def planned(case: Json, version: str) -> tuple[int, float, int]:

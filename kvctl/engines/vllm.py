@@ -135,14 +135,25 @@ def _check_split(spec: ModelSpec, serving: Serving) -> None:
                          f"{plural(ranks, 'rank')} of --tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
 
 
+_PACKS_FP8 = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
+"""Backends that keep sparse latents in a layout of their own when told fp8."""
+
+
 def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
     """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
     sparse = any(isinstance(state, Indexer) for layer, _ in spec.groups for state in layer.states_in("vllm"))
+    if not sparse or serving.device == "cpu":
+        return fmt
+    backend = (serving.attention_backend or _PACKS_FP8[0]).upper()
+    untold = fmt.key == plain(fmt.model)
     told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
-    if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
+    if told and backend not in _PACKS_FP8 and rules.since >= (0, 20):
+        return fmt
+    if not told and not (untold and (rules.sparse_fp8 or backend == _PACKS_FP8[1])):
         return fmt
     warnings.append(
-        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
+        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it; "
+        "--attention-backend says another kernel (FLASHINFER_MLA_SPARSE on Blackwell, ROCM_AITER_MLA_SPARSE on AMD)"
     )
     return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
 

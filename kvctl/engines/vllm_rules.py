@@ -84,7 +84,9 @@ RULES: tuple[Rules, ...] = (
 """In order; a version goes by the last row that is not newer than it."""
 
 _OLDEST, _NEWEST = (0, 8), (0, 33)
-_VERSION = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?P<between>(?:rc\d+)?(?:\.dev\d+)?)(?:\.post\d+)?(?:\+[\w.]+)?", re.ASCII)
+_VERSION = re.compile(
+    r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?P<between>(?:rc\d+)?(?:\.dev\d+)?)(?:\.post\d+)?(?:\+[\w.]+)?", re.ASCII
+)
 
 
 def rules_for(version: str | None) -> tuple[Rules, str | None]:
@@ -106,7 +108,10 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     exact = (*asked, int(match[3]) if match[3] else 9999)
     rules = next(rules for rules in reversed(RULES) if rules.since <= exact)
     if match["between"]:
-        return rules, f"estimated: vLLM {version[:40]}, a build between releases, goes by the rules of {dotted(rules.since)}"
+        return (
+            rules,
+            f"estimated: vLLM {version[:40]}, a build between releases, goes by the rules of {dotted(rules.since)}",
+        )
     return rules, None
 
 
