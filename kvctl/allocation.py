@@ -31,6 +31,8 @@ class Serving(Record):
     """--speculative-config."""
     draft: Any = None
     """The ModelSpec of the draft model that it names."""
+    fit_length: bool = False
+    """Whether the engine lowers the maximum length until a request fits."""
     max_sequences: int | None = None
     """Requests in a batch at most."""
     utilization: float | None = None
@@ -43,7 +45,17 @@ class Serving(Record):
     block_size: int | None = None
     max_batched: int | None = None
     prefix_caching: bool | None = None
-    hybrid_disabled: bool = False
+    hybrid_disabled: bool | None = None
+    """Whether windows are stored in full; None leaves it to the engine."""
+    kv_transfer: Mapping[str, Any] | None = None
+    """--kv-transfer-config: what moves the cache elsewhere."""
+    offload_backend: str | None = None
+    lmcache_size: int | None = None
+    """Bytes of LMCache's host memory on each rank."""
+    lmcache_chunk: int | None = None
+    """Tokens of a chunk of LMCache."""
+    prompt_cache: int | None = None
+    """MiB of host memory for earlier prompts; -1 without a limit."""
     slots: int | None = None
     unified: bool | None = None
     """Whether all slots share one stream of cells."""

@@ -45,7 +45,9 @@ class Asked(Record):
     revision: str | None
     contexts: tuple[int, ...] | None
     own_maximum: bool
-    """Whether the length is left to the engine: the model's own maximum."""
+    """Whether no length is named: the model's own maximum."""
+    fit_length: bool
+    """Whether the engine lowers that until it fits."""
     dtype: DType | None
     kv_dtypes: tuple[str, str, str]
     """Texts of --kv-dtype, --k-dtype and --v-dtype."""
@@ -58,6 +60,8 @@ class Asked(Record):
         from kvctl.engines.flags import serving
 
         started = serving(engine.name, self.flags, strict=strict)
+        if self.fit_length:
+            started = started.replace(fit_length=True)
         if strict and engine.rows and self.flags and started.cache_implementation is None:
             # Settings of a cache that is not named would look as if they counted.
             started = started.replace(cache_implementation="dynamic")
@@ -105,6 +109,7 @@ def read_asked(
         revision=revision,
         contexts=parse_token_list(ctx) if ctx is not None else None,
         own_maximum=False,
+        fit_length=False,
         dtype=read_dtype(dtype),
         kv_dtypes=kv_dtypes,
         overrides=parse_overrides(overrides),
@@ -132,7 +137,7 @@ def read_asked(
     taken = {item.flag.field for item in flags}
     notes = list(pasted.notes)
     if length.lower() in ("auto", "-1"):
-        notes.append("its length is left open: sized at the model's own maximum, which the engine lowers until it fits")
+        notes.append("the length is left to the engine: it takes the longest that the memory for the cache holds")
     if not version and pasted.version:
         from kvctl.engines import engine as find
 
@@ -147,6 +152,7 @@ def read_asked(
         revision=revision or (said.get("revision") if not own.models else None),
         contexts=own.contexts or pasted_contexts,
         own_maximum=own.contexts is None and pasted_contexts is None,
+        fit_length=own.contexts is None and length.lower() in ("auto", "-1"),
         dtype=own.dtype or read_dtype(said.get("dtype", "auto")),
         kv_dtypes=kv,
         overrides={**commandline.overrides_of(said.get("overrides")), **own.overrides},

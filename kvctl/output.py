@@ -126,7 +126,9 @@ def _csv(rows: Sequence[dict[str, Any]]) -> None:
 
     if not rows:
         return
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    # Engines that plan nothing ahead have fewer columns.
+    names = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(sys.stdout, list(names), lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({key: one_line(value) if isinstance(value, str) else value for key, value in row.items()})

@@ -18,6 +18,7 @@ from rich.text import Text
 from kvctl.reports import LayerRow, SizeReport, SizeResult
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
+    capacity_words,
     copies_words,
     engine_words,
     format_words,
@@ -238,12 +239,14 @@ def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:
     rows = [("reserved", format_bytes(plan.reserved_bytes), f"{plan.reserved_bytes:,} bytes{ranks}{blocks}")]
     if plan.blocks_are_alike:
         sizes = dict.fromkeys(f"{group.block_size:,}" for group in plan.groups)
-        rows.append(("", "", "blocks of " + " and ".join(sizes) + " tokens"))
+        rows.append(("", "", "blocks of " + " and ".join(sizes) + (" token" if [*sizes] == ["1"] else " tokens")))
     rows += [("", "", reason) for reason in plan.reasons]
     if plan.capacity_tokens is not None and plan.kv_budget_bytes is not None:
-        fits = plural(plan.num_blocks or 0, "block")
-        if not plan.blocks_are_alike:
-            fits = f"up to --ctx {plan.capacity_tokens}" if plan.capacity_tokens else "no context fits"
+        fits = capacity_words(plan)
+        if plan.blocks_are_alike:
+            fits = f"{plural(plan.num_blocks or 0, 'block')}, {fits}"
+        if plan.max_concurrency is not None:
+            fits += f", {plan.max_concurrency:.2f} requests of this length"
         rows.append(("budget", format_bytes(plan.kv_budget_bytes), f"{plan.kv_budget_bytes:,} bytes: {fits}"))
     return rows
 
@@ -365,13 +368,18 @@ def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
             screen.line()
         screen.line(title_words(answers[0]), "bold")
         totals = [_in_memory(result) for result in answers]
-        rows: list[Row] = [(("engine", "format", "in memory", "bytes"), None, "dim")]
+        holds = any(result.allocation and result.allocation.capacity_tokens is not None for result in answers)
+        more = ("budget holds",) if holds else ()
+        rows: list[Row] = [(("engine", "format", "in memory", "bytes", *more), None, "dim")]
+        room = min(16, screen.console.width - 60 - 20 * holds)
         for result, total in zip(answers, totals, strict=True):
             ranks = len(result.allocation.per_rank) if result.allocation else 1
             each = f"{ranks} × " if ranks > 1 else ""
-            cells = (engine_words(result), format_words(result), each + format_bytes(total), f"{each}{total:,}")
-            rows.append((cells, _bar(total, max(totals)), ""))
-        screen.table("llrr", rows, bold=2)
+            cells = [engine_words(result), format_words(result), each + format_bytes(total), f"{each}{total:,}"]
+            if holds:
+                cells.append(capacity_words(result.allocation))
+            rows.append((cells, _bar(total, max(totals), room) if room >= 6 else None, ""))
+        screen.table("llrr" + "r" * len(more), rows, bold=2)
         for result in answers:
             for reason in result.allocation.reasons if result.allocation else ():
                 screen.line(Text.assemble((f"{result.engine}: ", "dim"), reason), indent=len(result.engine) + 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from kvctl.allocation import Allocation
 from kvctl.reports import SizeResult, WeightsInfo
 from kvctl.units import format_bytes, format_count, plural
 
@@ -97,6 +98,15 @@ def reserved_words(result: SizeResult) -> str:
         return ""
     ranks = f"{len(plan.per_rank)} × " if len(plan.per_rank) > 1 else ""
     return ranks + format_bytes(plan.reserved_bytes)
+
+
+def capacity_words(plan: Allocation | None) -> str:
+    """What a budget holds: tokens of a pool, or the longest context of an engine that allocates for one."""
+    if plan is None or plan.capacity_tokens is None:
+        return ""
+    if plan.max_concurrency is None:
+        return f"up to --ctx {plan.capacity_tokens}" if plan.capacity_tokens else "no context"
+    return f"{plan.capacity_tokens:,} tokens"
 
 
 def engine_words(result: SizeResult) -> str:

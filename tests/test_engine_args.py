@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import Outcome
@@ -185,3 +186,22 @@ def test_secrets_are_not_repeated() -> None:
     with pytest.raises(UsageError) as error:
         commandline.read("vllm serve m --api-key sk-secret --tensor-paralel-size 4")
     assert "sk-secret" not in f"{error.value.message} {error.value.hint}"
+
+
+def test_configuration_files_are_read_where_they_are(kvctl: Run, tmp_path: Path) -> None:
+    served = tmp_path / "serve.yaml"
+    served.write_text("model: Qwen/Qwen3-8B\ntensor-parallel-size: 4\nmax_model_len: 8192\nenforce-eager: true\n")
+    text = f"vllm serve --config {served} --tensor-parallel-size 2"
+    assert settings(text) == ("vllm", None, "Qwen/Qwen3-8B", {"context": "8192", "tensor_parallel": 2})
+    options = tmp_path / "options.yaml"
+    options.write_text("enable_attention_dp: true\nkv_cache_config:\n  tokens_per_block: 64\n  dtype: fp8\n"
+                       "  max_attention_window: [512, 32768]\nprint_iter_log: true\n")  # fmt: skip
+    text = f"trtllm-serve Qwen/Qwen3-8B --tp_size 2 --extra_llm_api_options {options}"
+    assert settings(text)[3] == {
+        "kv_dtype": "fp8", "tensor_parallel": 2, "block_size": 64, "attention_dp": True, "attention_windows": (512, 32768),
+    }  # fmt: skip
+    missing = kvctl("size", "--engine-args", "vllm serve Qwen/Qwen3-8B --config /nowhere/x.yaml --max-model-len 4096")
+    assert missing.code == 0
+    assert "no such file here" in missing.err
+    served.write_text("- 1")
+    assert kvctl("size", "Qwen3-8B", "--engine-args", f"vllm serve --config {served}").code == 2

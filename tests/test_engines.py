@@ -55,3 +55,14 @@ def test_what_is_wrong_for_every_engine_is_said_once(kvctl: Run) -> None:
     outcome = kvctl("size", "Qwen3-32B", "--engine", "all", "--ctx", "1x")
     assert outcome.code == 2
     assert outcome.err.count("is not a number of tokens") == 1
+
+
+def test_a_column_for_every_fact_of_any_engine(kvctl: Run) -> None:
+    lines = kvctl("size", "Qwen3-8B", "--ctx", "4k", "--engine", "all", "-f", "csv").out.splitlines()
+    head = lines[0].split(",")
+    assert "reserved_bytes" in head
+    assert len(lines) == 1 + 7
+    rows = {line.split(",")[1]: dict(zip(head, line.split(","), strict=False)) for line in lines[1:]}
+    assert rows["ideal"]["reserved_bytes"] == ""
+    # 36 layers · 8 heads · 256 · 2 B · 4,096 tokens
+    assert rows["vllm"]["reserved_bytes"] == str(36 * 4096 * 4096)

@@ -33,7 +33,7 @@ MAN_PAGES = [name for name in FILES if name.startswith("man/")]
 
 def plain(roff: str) -> str:
     """A man page's text without fonts and escapes."""
-    return re.sub(r"\\f[A-Z]", "", roff).replace("\\-", "-")
+    return re.sub(r"\\f[A-Z]", "", roff).replace("\\-", "-").replace("\\(dq", chr(34))
 
 
 @pytest.mark.parametrize("name", FILES)

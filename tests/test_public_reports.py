@@ -476,6 +476,37 @@ def test_bytes_for_a_length_and_not_bytes_over_logged_tokens(kvctl: Run) -> None
     assert rates[0] > 3 * rates[1]
 
 
+def test_a_length_is_refused_where_the_memory_left_for_the_cache_shrank(kvctl: Run) -> None:
+    """vllm-project/vllm#25350: 10.55 GiB hold 230,528 tokens in fp8, and then 5.59 GiB only 122,080 of 221,000."""
+    # Qwen3-30B-A3B's shape: 48 layers · 4 heads · 256 · 1 B = 49,152 B a token, blocks of 16
+    options = ("Qwen/Qwen3-30B-A3B", "--engine", "vllm@0.10", "--kv-cache-dtype", "fp8", "--json")
+    first = kvctl("size", *options, "--ctx", "40960", "--kv-budget", "10.553GiB").json["results"][0]["allocation"]
+    assert first["reported_capacity"] == 230_528
+    outcome = kvctl("size", *options, "--ctx", "221000", "--kv-budget", "5.5886GiB")
+    assert "would not start" in outcome.err
+    assert "--max-model-len 122080 fits" in outcome.err
+
+
+def test_the_pool_fills_the_budget_and_one_request_needs_little(kvctl: Run) -> None:
+    """vllm-project/vllm#33263: 18.78 GiB are filled for one sequence of 1,024 tokens; the need is what to ask for."""
+    plan = model(kvctl, "Qwen/Qwen3-8B", 1024, "--engine", "vllm", "--kv-budget", "18.78GiB")["allocation"]
+    # 36 layers · 8 heads · 256 · 2 B · 16 tokens a block; 64 blocks for the request and the one set aside
+    assert plan["reserved_bytes"] == 64 * 36 * 4096 * 16
+    assert any(f"--kv-cache-memory-bytes {65 * 36 * 4096 * 16} holds" in reason for reason in plan["reasons"])
+    assert plan["num_blocks"] * plan["bytes_per_block"] > 18.7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("version", "default", "words"), [("0.19", "0.9", "on top of it"), ("0.22", "0.92", "out of it too")]
+)
+def test_what_a_share_of_the_memory_covers_changed(kvctl: Run, version: str, default: str, words: str) -> None:
+    """vllm-project/vllm#21489, #30515, #27951: CUDA graphs came on top of the share, later out of it."""
+    options = ("--engine", f"vllm@{version}", "--gpu-memory-utilization", "0.85", "--ctx", "4k")
+    err = kvctl("size", "Qwen/Qwen3-8B", *options).err
+    assert words in err
+    assert f"({default} without it)" in err
+
+
 # -- tensor parallelism ------------------------------------------------------------------------------
 
 
@@ -487,6 +518,28 @@ def test_more_ranks_than_kv_heads(kvctl: Run) -> None:
     assert eight["bytes_per_block"] == 48 * 1 * 256 * 2 * 16
     assert [row["rank"] for row in eight["per_rank"]] == list(range(8))
     assert any("2 times" in reason for reason in eight["reasons"])
+
+
+def test_ranks_are_rows_and_never_one_pool(kvctl: Run) -> None:
+    """AlexsJones/llmfit#68, #70 and Andyyyy64/whichllm#112: one of two cards counted, or unlike cards put together."""
+    # 64 layers · 4 of 8 heads · 256 · 2 B · 16 tokens on each of two ranks: a budget is that of one card
+    plan = reserved(kvctl, "Qwen/Qwen3-32B", "-tp", "2", "--kv-budget", "8GiB")
+    assert [row["bytes_per_block"] for row in plan["per_rank"]] == [64 * 4 * 256 * 2 * 16] * 2
+    assert plan["num_blocks"] == 8 * GIB // (64 * 4 * 256 * 2 * 16)
+
+
+def test_an_fp8_cache_without_scales_is_said(kvctl: Run) -> None:
+    """vllm-project/vllm#11906, #5493, #17414: scales of 1.0 cost accuracy; a checkpoint that has some is followed."""
+    assert (
+        "names no scales" in kvctl("size", "Qwen2-7B", "--engine", "vllm", "--kv-cache-dtype", "fp8", "--ctx", "4k").err
+    )
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+              "quantization_config": {"quant_method": "compressed-tensors",
+                                      "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}}  # fmt: skip
+    outcome = kvctl("size", "-", "--engine", "vllm", "--ctx", "4k", "--json", stdin=json.dumps(config))
+    assert outcome.json["results"][0]["k_dtype"] == "fp8"
+    assert "names no scales" not in outcome.err
 
 
 # -- Ollama ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def test_every_command_line_for_a_bundled_model_works(kvctl: Run) -> None:
     lines = [
         line.partition(" #")[0].partition(" |")[0] for line in README.splitlines() if line.startswith("kvctl size ")
     ]
-    runnable = [line for line in lines if not re.search(r"path/to|some-org|gguf", line)]
+    runnable = [line for line in lines if not re.search(r"path/to|some-org|gguf|\$\(", line)]
     assert len(runnable) >= 5
     for line in runnable:
         assert kvctl(*shlex.split(line)[1:]).code == 0, line

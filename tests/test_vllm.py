@@ -235,7 +235,7 @@ def test_what_is_not_understood_is_refused(kvctl: Run, arguments: tuple[str, ...
 
 def test_a_version_between_those_read_says_so(kvctl: Run) -> None:
     outcome = kvctl("size", "Qwen3-32B", "--engine", "vllm@0.23.1rc1.dev5+gabc", "--ctx", "4k")
-    assert "estimated: vLLM 0.23.1rc1.dev5+gabc, a build between releases, goes by the rules of 0.20.1" in outcome.err
+    assert "estimated: vLLM 0.23.1rc1.dev5+gabc, a build between releases, goes by the rules of 0.22" in outcome.err
 
 
 def test_a_budget_too_small_for_one_request_says_so(kvctl: Run) -> None:
@@ -421,3 +421,62 @@ def test_states_at_every_block_in_old_versions(kvctl: Run) -> None:
     assert {row["blocks_per_request"] for row in old["groups"]} == {43}
     new = plan(kvctl, "-", "--engine", "vllm@0.28", *options, stdin=json.dumps(config))
     assert {row["blocks_per_request"] for row in new["groups"] if row["kind"] == "recurrent_state"} == {2}
+
+
+def test_connectors_that_need_every_token(kvctl: Run) -> None:
+    """From 0.22 on vLLM asks the connector's class; before, any connector turned the hybrid manager off."""
+    options = ("gpt-oss-120b", "--ctx", "128k")
+    full = 36 * 8 * 128 * 2 * 131_072  # every layer, every token
+
+    def bytes_(connector: str, engine: str) -> int:
+        found: int = plan(
+            kvctl, *options, "--engine", engine, "--kv-transfer-config", json.dumps({"kv_connector": connector})
+        )["reserved_bytes"]
+        return found
+
+    assert bytes_("LMCacheConnectorV1", "vllm@0.33") == full
+    assert bytes_("NixlConnector", "vllm@0.33") < full
+    assert bytes_("NixlConnector", "vllm@0.20") == full
+    told = plan(kvctl, *options, "--engine", "vllm@0.20", "--no-disable-hybrid-kv-cache-manager",
+                "--kv-transfer-config", '{"kv_connector": "NixlConnector"}')  # fmt: skip
+    assert told["reserved_bytes"] < full
+    lmcache = plan(kvctl, *options, "--kv-offloading-size", "64", "--kv-offloading-backend", "lmcache")
+    assert lmcache["reserved_bytes"] == full
+
+
+def test_host_memory_holds_blocks_of_all_ranks(kvctl: Run) -> None:
+    # 64 GiB over 2 ranks of 2 MiB a block: 16,384
+    got = plan(kvctl, "Qwen3-32B", "-tp", "2", "--ctx", "4k", "--kv-offloading-size", "64")
+    assert any("holds 16,384 blocks" in reason for reason in got["reasons"])
+
+
+def test_chunks_were_stored_in_full_before_0_14(kvctl: Run) -> None:
+    # VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE was 0 until 0.13. 48 layers · 8 · 256 · 2 B · 16 tokens
+    old = plan(kvctl, "Llama-4-Scout-17B-16E-Instruct", "--engine", "vllm@0.12", "--ctx", "128k")
+    assert (old["bytes_per_block"], len(old["groups"])) == (48 * 4096 * 16, 1)
+    assert len(plan(kvctl, "Llama-4-Scout-17B-16E-Instruct", "--engine", "vllm@0.14", "--ctx", "128k")["groups"]) == 4
+
+
+def test_a_budget_of_the_environment(kvctl: Run) -> None:
+    text = "VLLM_CPU_KVCACHE_SPACE=40 vllm serve Qwen/Qwen3-8B --max-model-len 4096"
+    found = kvctl("size", "--json", "--engine-args", text).json["results"][0]["allocation"]
+    assert found["kv_budget_bytes"] == 40 * GIB
+
+
+def test_a_length_left_to_the_engine(kvctl: Run) -> None:
+    # 5 GiB / 2 MiB a block (fp8) = 2,560 blocks, one set aside: 2,559 · 16 tokens
+    text = "vllm serve Qwen/Qwen3-32B --max-model-len auto --kv-cache-memory-bytes 5G --kv-cache-dtype fp8"
+    found = kvctl("size", "--json", "--engine-args", text).json["results"][0]["allocation"]
+    assert found["log"] == [
+        "GPU KV cache size: 40,960 tokens, Maximum concurrency for 40,944 tokens per request: 1.00x"
+    ]
+
+
+def test_lmcache_holds_chunks_in_host_memory(kvctl: Run) -> None:
+    # 5 GiB / (256 tokens · 64 layers · 4 of 8 heads · 256 · 2 B = 32 MiB) = 160 chunks
+    settings = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
+    got = plan(kvctl, "Qwen3-32B", "-tp", "2", "--ctx", "4k", "--kv-transfer-config", settings)
+    assert "LMCache holds 40,960 tokens in 5,368,709,120 bytes of host memory of each rank" in got["reasons"]
+    text = f"LMCACHE_MAX_LOCAL_CPU_SIZE=20 vllm serve Qwen/Qwen3-32B -tp 2 --kv-transfer-config '{settings}'"
+    more = kvctl("size", "--json", "--engine-args", text).json["results"][0]["allocation"]
+    assert any("holds 163,840 tokens" in reason for reason in more["reasons"])

@@ -24,7 +24,7 @@ def size(
         Optional[list[str]],
         typer.Argument(
             metavar="[MODEL]...",
-            help="A catalogue or Hub name (Qwen/Qwen3-32B, Qwen3-32B), a folder, a config.json, a .gguf file, or - for stdin.",
+            help="A catalogue or Hub name (Qwen/Qwen3-32B, Qwen3-32B; org/name:Q4_K_M for GGUF files), a folder, a config.json, a .gguf file, or - for stdin.",
             autocompletion=complete_models,
             show_default=False,
         ),
@@ -91,7 +91,7 @@ def size(
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Whose rules: ideal (the architecture's own need), transformers, vllm (vllm@0.22 for an older one), llama.cpp; all compares them. Default: ideal.",
+            help="Whose rules: ideal (the architecture's own need), transformers, vllm, sglang, llama.cpp, tensorrt-llm, ollama; with a version after @ (vllm@0.22); all compares them. Default: ideal.",
             show_default=False,
             autocompletion=complete_engines,
         ),
@@ -218,6 +218,7 @@ def size(
       kvctl size Qwen3-32B DeepSeek-V3 gemma-3-27b-it --ctx 4k,32k,128k
       kvctl size ./my-model --ctx 32k --sequences 16 --kv-dtype fp8 --json
       kvctl size gemma-3-27b-it --ctx 128k --engine vllm --kv-budget 20GiB
+      kvctl size --engine-args "vllm serve Qwen/Qwen3-32B -tp 4 --max-model-len 32768"
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """

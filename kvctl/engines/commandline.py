@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvctl.engines import config_files
 from kvctl.engines.flags import BYTES, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
 from kvctl.errors import UsageError
 from kvctl.record import Record
@@ -307,7 +308,7 @@ class _Reader:
         positional: list[str] = []
         for name, value in self._environment(environment):
             self._take(name, value)
-        queue = list(words)
+        queue = self._with_files(words)
         while queue:
             word = queue.pop(0)
             if word == "--":
@@ -340,6 +341,19 @@ class _Reader:
                 yield name, value
             elif value.lower() in ("1", "true", "on", "enabled"):
                 yield name, None
+
+    def _with_files(self, words: Sequence[str]) -> list[str]:
+        """The words with those of configuration files before them: what stands on the command line wins."""
+        out: list[str] = []
+        for index, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if self._canonical(name) in config_files.FLAGS.get(self.engine, ()):
+                path = value if equals else "".join(words[index + 1 : index + 2])
+                found = config_files.words(self.engine, path)
+                if found is None:
+                    self.notes.append(f"{name} {path[:60]}: no such file here, so what it says is not read")
+                out += found or []
+        return [*out, *words]
 
     def _canonical(self, name: str) -> str:
         if self.engine in ("vllm", "sglang") and name.startswith("--"):

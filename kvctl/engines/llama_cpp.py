@@ -184,6 +184,9 @@ def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> li
         reasons.append("llama.cpp keeps every token of this architecture's windowed layers")
     if serving.kv_on_host:
         reasons.append("without KV offload the cache lies in the host's memory")
+    if serving.prompt_cache:
+        size = f"up to {serving.prompt_cache:,} MiB" if serving.prompt_cache > 0 else "as much as they need"
+        reasons.append(f"earlier prompts take {size} of the host's memory beside it")
     if serving.slot_limit is not None and serving.slot_limit < min(context, laid.cells):
         reasons.append(f"no slot takes more than {serving.slot_limit:,} tokens")
     return reasons

@@ -11,6 +11,9 @@ pool, and a request holds blocks of every group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines.vllm_groups import (
     Group,
@@ -19,6 +22,7 @@ from kvctl.engines.vllm_groups import (
     block_size,
     bytes_per_block,
     groups_of,
+    longest,
     placed,
     promoted,
     stage_of,
@@ -28,6 +32,7 @@ from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, k
 from kvctl.engines.vllm_speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import plain
+from kvctl.record import Record
 from kvctl.spec import Attention, Formats, Indexer, ModelSpec
 from kvctl.units import plural
 
@@ -62,6 +67,80 @@ def plan(
     warnings: list[str] = [doubt] if doubt else []
     _check_split(spec, serving)
     check_format(fmt, (rules.since[0], rules.since[1]) if version is None else minor_of(version))
+    laid = _lay_out(spec, context, fmt, serving, rules, reasons, warnings)
+    budget, num_blocks = serving.kv_budget, serving.num_blocks
+    if num_blocks is None and budget is not None:
+        # The poorest stage decides for all.
+        num_blocks = budget // laid.widest
+    if num_blocks is not None:
+        fits = longest(laid.groups, laid.settings, num_blocks - rules.spare_block, context)
+        if serving.fit_length and 0 < fits < context:
+            reasons.append(f"a length of {fits:,} is the longest that fits; the model's own is {context:,}")
+            laid = laid.replace(context=fits)
+        _warn_of_shortage(rules, serving, laid, num_blocks, sequences, fits, warnings)
+    _warn_of_precision(spec, fmt, serving, rules, warnings)
+    _explain(spec, laid, serving, reasons)
+    reported, concurrency, log = _capacity(rules, serving, laid, num_blocks)
+    if num_blocks is not None and num_blocks - rules.spare_block < laid.request:
+        log = ()
+    elif rules.each_stage and budget is not None and serving.num_blocks is None:
+        counts = [budget // size for size in laid.of_stage]
+        log = tuple(line for count in counts for line in _capacity(rules, serving, laid, count)[2])
+    ranks, held = laid.settings.ranks, sequences * laid.request
+    if num_blocks is not None and num_blocks > 2 * (held + rules.spare_block):
+        enough = (held + rules.spare_block) * laid.widest
+        reasons.append(
+            f"blocks fill the whole budget whatever the load: --kv-cache-memory-bytes {enough} holds this one"
+        )
+    return Allocation(
+        device=serving.device,
+        tensor_parallel_size=ranks,
+        block_size=laid.block,
+        bytes_per_block=laid.widest,
+        blocks_per_request=laid.request,
+        reserved_bytes=held * laid.widest,
+        kv_budget_bytes=budget,
+        num_blocks=num_blocks,
+        # Through a float, as vLLM does: its log shows the result of exactly this.
+        capacity_tokens=int(concurrency * laid.context) if concurrency is not None else None,
+        reported_capacity=reported,
+        max_concurrency=concurrency,
+        per_rank=tuple(
+            RankRow(stage * ranks + rank, size, held * size)
+            for stage, size in enumerate(laid.of_stage)
+            for rank in range(ranks)
+        ),
+        groups=tuple(_row(group, laid) for group in laid.groups),
+        log=log,
+        reasons=tuple(reasons),
+        warnings=tuple(warnings),
+        longest_sequence=laid.context,
+    )
+
+
+class _Laid(Record):
+    """Layers laid out in groups, for requests of at most `context` tokens."""
+
+    groups: list[Group]
+    settings: Settings
+    block: int
+    context: int
+    of_stage: tuple[int, ...]
+    """Bytes of a block on every pipeline stage."""
+
+    @property
+    def widest(self) -> int:
+        return max(self.of_stage)
+
+    @property
+    def request(self) -> int:
+        """Blocks that one request holds, over all groups."""
+        return sum(self.settings.blocks(group[0].spec, self.context) for group in self.groups)
+
+
+def _lay_out(
+    spec: ModelSpec, context: int, fmt: Formats, serving: Serving, rules: Rules, reasons: list[str], warnings: list[str]
+) -> _Laid:
     fmt = _sparse_format(spec, fmt, serving, rules, warnings)
     drafted = drafts(spec, serving.speculative, serving.draft)
     if drafted.reason:
@@ -76,53 +155,11 @@ def plan(
     unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
     block, padded = block_size(settings, every, unpacked, reasons)
     layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
-    if not rules.hybrid or serving.hybrid_disabled:
+    if not rules.hybrid or _stored_in_full(layers, serving, rules, reasons):
         layers = promoted(layers, reasons)
     groups = groups_of(layers, rules, reasons)
-
-    stages = serving.pipeline_parallel or 1
-    request = sum(settings.blocks(group[0].spec, context) for group in groups)
-    of_stage = [bytes_per_block(groups, stage) for stage in range(stages)]
-    widest = max(of_stage)
-    _explain(spec, groups, settings, context, stages, serving, reasons)
-    budget, num_blocks = serving.kv_budget, serving.num_blocks
-    if num_blocks is None and budget is not None:
-        # The poorest stage decides for all.
-        num_blocks = budget // widest
-    reported, concurrency, log = _capacity(rules, serving, settings, groups, num_blocks, request, block, context)
-    if rules.each_stage and budget is not None and serving.num_blocks is None:
-        counts = [budget // size for size in of_stage]
-        log = tuple(line for count in counts
-                    for line in _capacity(rules, serving, settings, groups, count, request, block, context)[2])  # fmt: skip
-    if num_blocks is not None:
-        _warn_of_shortage(rules, serving, num_blocks, request, sequences, context, warnings)
-        if num_blocks - rules.spare_block < request:
-            log = ()
-    ranks = settings.ranks
-    return Allocation(
-        device=serving.device,
-        tensor_parallel_size=ranks,
-        block_size=block,
-        bytes_per_block=widest,
-        blocks_per_request=request,
-        reserved_bytes=sequences * request * widest,
-        kv_budget_bytes=budget,
-        num_blocks=num_blocks,
-        # Through a float, as vLLM does: its log shows the result of exactly this.
-        capacity_tokens=int(concurrency * context) if concurrency is not None else None,
-        reported_capacity=reported,
-        max_concurrency=concurrency,
-        per_rank=tuple(
-            RankRow(stage * ranks + rank, of_stage[stage], sequences * request * of_stage[stage])
-            for stage in range(stages)
-            for rank in range(ranks)
-        ),
-        groups=tuple(_row(group, settings, context) for group in groups),
-        log=log,
-        reasons=tuple(reasons),
-        warnings=tuple(warnings),
-        longest_sequence=context,
-    )
+    stages = range(serving.pipeline_parallel or 1)
+    return _Laid(groups, settings, block, context, tuple(bytes_per_block(groups, stage) for stage in stages))
 
 
 def _check_split(spec: ModelSpec, serving: Serving) -> None:
@@ -158,6 +195,30 @@ def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules
     return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
 
 
+def _connectors(serving: Serving) -> list[Any]:
+    """Names of what moves the cache elsewhere."""
+    settings = serving.kv_transfer or {}
+    names = [settings["kv_connector"]] if "kv_connector" in settings else []
+    inner = settings.get("kv_connector_extra_config")
+    if isinstance(inner, Mapping) and isinstance(inner.get("connectors"), list):
+        names += [part.get("kv_connector") for part in inner["connectors"] if isinstance(part, Mapping)]
+    if serving.offload is not None:
+        names.append("LMCacheConnectorV1" if serving.offload_backend == "lmcache" else "OffloadingConnector")
+    return names
+
+
+def _stored_in_full(layers: list[Placed], serving: Serving, rules: Rules, reasons: list[str]) -> bool:
+    """Whether the hybrid KV cache manager is off: told so, or for what cannot do with it."""
+    if serving.hybrid_disabled is not None:
+        return serving.hybrid_disabled
+    names = _connectors(serving)
+    unable = [str(name)[:40] for name in names if name not in rules.connectors]
+    if unable and len({item.spec.kind for item in layers}) > 1:
+        reasons.append(f"{unable[0]} turns the hybrid KV cache manager off")
+    chunks = not rules.chunks_apart and any(item.spec.kind == "chunk" for item in layers)
+    return bool(unable) or chunks
+
+
 def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, reasons: list[str]) -> list[Placed]:
     """Specs of every layer in order, with its pipeline stage; those that draft come last, on the last stage."""
     ranks, cpu = serving.tensor_parallel or 1, serving.device == "cpu"
@@ -186,18 +247,19 @@ def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, re
 
 
 def _capacity(
-    rules: Rules, serving: Serving, settings: Settings, groups: list[Group], num_blocks: int | None, request: int,
-    block: int, context: int,
-) -> tuple[int | None, float | None, tuple[str, ...]]:  # fmt: skip
+    rules: Rules, serving: Serving, laid: _Laid, num_blocks: int | None
+) -> tuple[int | None, float | None, tuple[str, ...]]:
     """Tokens that the log reports, requests that fit at once, and the log's lines."""
     if num_blocks is None:
         return None, None, ()
-    concurrency = num_blocks / request
+    context, groups = laid.context, laid.groups
+    concurrency = num_blocks / laid.request
     if rules.capacity == "blocks":
-        tokens = num_blocks * block
+        tokens = num_blocks * laid.block
         concurrency = tokens / context
     elif rules.capacity == "groups":
-        tokens = num_blocks // len(groups) * min(group[0].spec.block for group in groups) * settings.context_parallel
+        smallest = min(group[0].spec.block for group in groups)
+        tokens = num_blocks // len(groups) * smallest * laid.settings.context_parallel
     else:
         tokens = int(concurrency * context)
     pool = "CPU" if serving.device == "cpu" else "GPU"
@@ -207,12 +269,14 @@ def _capacity(
 
 
 def _warn_of_shortage(
-    rules: Rules, serving: Serving, num_blocks: int, request: int, sequences: int, context: int, warnings: list[str]
+    rules: Rules, serving: Serving, laid: _Laid, num_blocks: int, sequences: int, fits: int, warnings: list[str]
 ) -> None:
+    request = laid.request
     if num_blocks - rules.spare_block < request:
+        aside = ", one of them set aside" if rules.spare_block else ""
         warnings.append(
-            f"vLLM would not start: one request of {context:,} tokens needs {request:,} blocks, "
-            f"and the budget holds {num_blocks:,}" + (", one of them set aside" if rules.spare_block else "")
+            f"vLLM would not start: one request of {laid.context:,} tokens needs {request:,} blocks, "
+            f"and the budget holds {num_blocks:,}{aside}" + (f"; --max-model-len {fits} fits" if fits else "")
         )
     elif (serving.max_sequences or sequences) < sequences:
         warnings.append(
@@ -223,6 +287,16 @@ def _warn_of_shortage(
             f"{plural(sequences, 'request')} of this length need {sequences * request:,} blocks, "
             f"and the budget holds {num_blocks:,}: some would wait"
         )
+
+
+def _warn_of_precision(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> None:
+    """What the numbers do not show: scales that are not there, and what a share of the memory covers."""
+    if fmt.key.name in ("fp8", "fp8_e4m3", "fp8_e5m2") and spec.kv_format is None:
+        warnings.append("the configuration names no scales for an fp8 cache: vLLM takes 1.0, which may cost accuracy")
+    if serving.utilization is not None and serving.kv_budget is None:
+        graphs = "CUDA graphs come out of it too" if rules.graphs_counted else "CUDA graphs come on top of it"
+        warnings.append(f"--gpu-memory-utilization {serving.utilization:g} of this version ({rules.utilization} without it): "
+                        f"{graphs}")  # fmt: skip
 
 
 def _settings(
@@ -306,21 +380,19 @@ _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "in
           "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention"}  # fmt: skip
 
 
-def _row(group: Group, settings: Settings, context: int) -> GroupRow:
+def _row(group: Group, laid: _Laid) -> GroupRow:
     return GroupRow(
         kind=_KINDS[group[0].spec.kind],
         layers=len(group),
         block_size=group[0].spec.block,
         page_bytes=sum(item.spec.page for item in group),
-        blocks_per_request=settings.blocks(group[0].spec, context),
+        blocks_per_request=laid.settings.blocks(group[0].spec, laid.context),
     )
 
 
-def _explain(
-    spec: ModelSpec, groups: list[Group], settings: Settings, context: int, stages: int, serving: Serving,
-    reasons: list[str],
-) -> None:  # fmt: skip
+def _explain(spec: ModelSpec, laid: _Laid, serving: Serving, reasons: list[str]) -> None:
     """Why the engine takes more than the architecture needs, in words."""
+    groups, settings, context, stages = laid.groups, laid.settings, laid.context, len(laid.of_stage)
     specs = [item.spec for group in groups for item in group]
     widest = max(len(group) for group in groups)
     short = sum(widest - len(group) for group in groups)
@@ -350,11 +422,25 @@ def _explain(
         reasons.append(f"{stages} pipeline stages: the one that holds most decides how many blocks all have")
     if serving.offload is not None:
         copies = stages if any(item.kind == "latent" for item in specs) else stages * settings.ranks
-        held = serving.offload // (copies * max(bytes_per_block(groups, stage) for stage in range(stages)))
+        held = serving.offload // (copies * laid.widest)
         reasons.append(f"host memory of {serving.offload:,} bytes holds {held:,} blocks that leave the GPU")
+    if any(str(name).startswith("LMCache") for name in _connectors(serving)):
+        reasons.append(_lmcache(laid, serving))
     if (serving.data_parallel or 1) > 1:
         reasons.append(f"{serving.data_parallel} data-parallel engines: each has a pool of its own, of this size")
     _explain_ranks(spec, specs, settings, reasons)
+
+
+def _lmcache(laid: _Laid, serving: Serving) -> str:
+    """What LMCache's host memory holds: chunks of all layers' tokens (lmcache 0.5.6, v1/config.py: 256 tokens, 5 GiB)."""
+    stages = range(len(laid.of_stage))
+    placed = [item for group in laid.groups for item in group]
+    token = max(sum(item.spec.token_bytes for item in placed if item.stage == stage) for stage in stages)
+    tokens, size = serving.lmcache_chunk or 256, serving.lmcache_size or 5 * 2**30
+    # Its allocator works in pages of 4 KiB.
+    chunk = -(-token * tokens // 4096) * 4096
+    where = "the first rank" if any(item.spec.kind == "latent" for item in placed) else "each rank"
+    return f"LMCache holds {size // chunk * tokens:,} tokens in {size:,} bytes of host memory of {where}"
 
 
 def _explain_ranks(spec: ModelSpec, specs: list[Spec], settings: Settings, reasons: list[str]) -> None:

@@ -195,6 +195,16 @@ def bytes_per_block(groups: list[Group], stage: int) -> int:
     return max(sum(item.spec.page for item in group if item.stage == stage) for group in groups)
 
 
+def longest(groups: list[Group], settings: Settings, blocks: int, most: int) -> int:
+    """The longest request, of at most `most` tokens, that so many blocks hold; 0 where none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = sum(settings.blocks(group[0].spec, middle) for group in groups) <= blocks
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
 def stage_of(layers: int, stages: int, partition: tuple[int, ...] | None) -> list[int]:
     """The pipeline stage of every layer: even parts; what remains goes to stages before the last.
 

@@ -8,44 +8,53 @@ minor release from 0.8.5 to 0.33.0, and of the patch releases that were publishe
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
 
 class Rules(Record):
-    """The rules of a version, from `since` on."""
+    """The rules of a version, from `since` on; defaults are those of the oldest."""
 
     since: tuple[int, ...]
     """Minor release, with the patch where a patch release brought the change."""
-    capacity: str
+    capacity: str = "blocks"
     """What the logged token count is: "blocks" (blocks × block size), "groups" (blocks a group ×
     the smallest block size) or "concurrency" (concurrent full requests × their length)."""
-    hybrid: bool = True
+    each_stage: bool = True
+    """Whether every pipeline stage logs its own capacity, before the smallest is taken."""
+    one_line: bool = False
+    """Whether capacity and concurrency stand in one line of the log."""
+    hybrid: bool = False
     """Whether windows are kept apart from full attention, and recurrent layers served at all."""
-    even_below: float = 1.5
+    chunks_apart: bool = False
+    """Whether chunked attention is kept apart too without being told."""
+    connectors: tuple[str, ...] = ()
+    """KV connectors that can do with windows kept apart; with another one they are stored in full."""
+    even_below: float = 0
     """Groups grow to the largest kind where that is less than so many times the smallest; 0: never."""
-    pages: str = "padded"
+    pages: str = "equal"
     """Pages of unequal size: "equal" (refused), "scaled" (more tokens in a block where that comes out
     even, else refused) or "padded" (that, and padding elsewhere)."""
-    state_caching: str = "default"
+    state_caching: str = "never"
     """Prefix caching of recurrent layers: "never", "asked" (off until asked for) or "default"."""
     state_each_block: bool = False
     """Whether some models then keep a state at every block boundary ("all"), not two a request ("align")."""
     align_others: bool = True
     """Whether the models without that keep two; before, caching was turned off for them."""
-    draft_blocks: bool = True
+    draft_blocks: bool = False
     """Whether recurrent layers reserve a block for every draft token."""
     latent_step: int = 64
     """What blocks of a model with latents and states are a multiple of."""
+    utilization: float = 0.9
+    """What share of a GPU's memory it takes without being told."""
+    graphs_counted: bool = False
+    """Whether CUDA graphs are taken out of that share."""
     overlapped: bool = False
     """Whether asynchronous scheduling keeps two batches in flight on a GPU."""
     spare_block: bool = False
     """Whether the check at the start leaves out the block that is always set aside."""
-    each_stage: bool = False
-    """Whether every pipeline stage logs its own capacity, before the smallest is taken."""
-    one_line: bool = False
-    """Whether capacity and concurrency stand in one line of the log."""
     ssd_checkpoints: bool = False
     """Whether Mamba 2 reserves a block for a checkpoint of the prefill."""
     delta_checkpoints: bool = False
@@ -54,34 +63,41 @@ class Rules(Record):
     """Whether DeepSeek V3.2 is kept in fp8_ds_mla without being told."""
 
 
-_CONCURRENCY = Rules((0, 20, 1), "concurrency", state_caching="asked", state_each_block=True)
-_OLD = Rules((0, 10), "groups", even_below=0, pages="equal", state_caching="never", draft_blocks=False,
-             each_stage=True)  # fmt: skip
-_GROUPS = _OLD.replace(each_stage=False)
+_CONNECTORS = ("MultiConnector", "ExampleHiddenStatesConnector", "MooncakeConnector", "MooncakeStoreConnector",
+               "SimpleCPUOffloadConnector", "OffloadingConnector", "DecodeBenchConnector", "NixlConnector")  # fmt: skip
 
-RULES: tuple[Rules, ...] = (
-    Rules((0, 8), "blocks", hybrid=False, even_below=0, pages="equal", state_caching="never",
-          each_stage=True),
-    _OLD,
-    _OLD.replace(since=(0, 11), sparse_fp8=True),
-    _GROUPS.replace(since=(0, 11, 1), state_caching="asked", state_each_block=True, align_others=False),
-    _GROUPS.replace(
-        since=(0, 12), even_below=1.25, pages="scaled", state_caching="asked", state_each_block=True, align_others=False
-    ),
-    _GROUPS.replace(since=(0, 15), even_below=1.25, pages="scaled", state_caching="asked", state_each_block=True, draft_blocks=True),
-    _GROUPS.replace(since=(0, 18), even_below=1.5, pages="scaled", state_caching="asked", state_each_block=True, draft_blocks=True),
-    _CONCURRENCY.replace(since=(0, 20), capacity="groups"),
-    _CONCURRENCY,
-    _CONCURRENCY.replace(since=(0, 26), state_caching="default", overlapped=True),
-    _CONCURRENCY.replace(since=(0, 27), state_caching="default", overlapped=True, latent_step=128),
-    Rules((0, 28), "concurrency", overlapped=True, latent_step=128, one_line=True),
-    Rules((0, 29), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True),
-    Rules((0, 32), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True,
-          ssd_checkpoints=True),
-    Rules((0, 33), "concurrency", overlapped=True, latent_step=128, one_line=True, spare_block=True,
-          ssd_checkpoints=True, delta_checkpoints=True),
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {"since": (0, 8)},
+    {"since": (0, 10), "capacity": "groups", "hybrid": True},
+    {"since": (0, 11), "sparse_fp8": True},
+    {"since": (0, 11, 1), "sparse_fp8": False, "each_stage": False,
+     "state_caching": "asked", "state_each_block": True, "align_others": False},
+    {"since": (0, 12), "even_below": 1.25, "pages": "scaled"},
+    {"since": (0, 14), "chunks_apart": True},
+    {"since": (0, 15), "align_others": True, "draft_blocks": True},
+    {"since": (0, 18), "even_below": 1.5},
+    {"since": (0, 20), "pages": "padded", "utilization": 0.92, "graphs_counted": True},
+    {"since": (0, 20, 1), "capacity": "concurrency"},
+    {"since": (0, 22), "connectors": _CONNECTORS},
+    {"since": (0, 26), "state_caching": "default", "overlapped": True},
+    {"since": (0, 27), "latent_step": 128},
+    {"since": (0, 28), "state_each_block": False, "one_line": True},
+    {"since": (0, 29), "spare_block": True},
+    {"since": (0, 32), "ssd_checkpoints": True},
+    {"since": (0, 33), "delta_checkpoints": True,
+     "connectors": (*_CONNECTORS, "MoRIIOConnector", "HiSparseConnector", "UMBPStoreConnector")},
 )  # fmt: skip
-"""In order; a version goes by the last row that is not newer than it."""
+"""What each version changed; one that is not named goes by the one before it."""
+
+
+def _all() -> tuple[Rules, ...]:
+    out = [Rules(**_CHANGES[0])]
+    for changes in _CHANGES[1:]:
+        out.append(out[-1].replace(**changes))
+    return tuple(out)
+
+
+RULES = _all()
 
 _OLDEST, _NEWEST = (0, 8), (0, 33)
 _VERSION = re.compile(
