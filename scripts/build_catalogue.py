@@ -120,6 +120,10 @@ _SSM = (
     "recurrent states in float32, as every whole file of this type has it; start-up logs of vLLM that were published for "
     "this size or shape show it"
 )
+_KPOOL = (
+    "the checkpoint's own pool and prediction module, not the class's defaults: vllm-project/vllm#57261 prints blocks of "
+    "12 x (1,152 x 1,024 + 288 x 132) bytes with MTP"
+)
 _SMALL = "no window, as in Mistral-Small-24B-Instruct-2501, of whose line it is"
 
 
@@ -219,6 +223,7 @@ FIXES: dict[str, Fix] = {
     "Qwen/Qwen2.5-Coder-0.5B": _typed("qwen2", "by name and shape"),
     "Qwen/Qwen2.5-Coder-1.5B": _typed("qwen2", "by name and shape"),
     "Qwen/Qwen2.5-Coder-3B": _typed("qwen2", "by name and shape"),
+    "zai-org/GLM-5.3-Flash": Fix(_KPOOL, {"index_kpool": 4, "num_nextn_predict_layers": 1}),
     "Qwen/Qwen3.5-0.8B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
     "Qwen/Qwen3.5-2B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
     "Qwen/Qwen3.5-35B-A3B-Base": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),

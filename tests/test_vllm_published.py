@@ -221,6 +221,11 @@ LOGS = (
     Log("the same without a drafter: 469 blocks", "0.28.0", "Qwen3.5-27B",
         "--max-model-len 4096 --max-num-seqs 4 --enable-prefix-caching --mamba-cache-mode align",
         469 * 16 * 784 * 4096 / GIB, 160_085, 4096, "39.08"),
+    # -- indexers that pool tokens ------------------------------------------------------------------
+    Log("public log, GLM-5.3-Flash on 8 GPUs, 0.31.1rc1", "0.31.0", "GLM-5.3-Flash",
+        "-tp 8 --max-model-len 262144 --no-enable-prefix-caching", 28.73, 2_618_281, 262_144, None),
+    Log("public log of a build after 0.28.0, GLM-5.3-Flash on 8 GPUs; its support came with 0.30", "0.30.0", "GLM-5.3-Flash",
+        "-tp 8 --max-model-len 131072", 81.79, 7_228_559, 131_072, "55.15"),
 )  # fmt: skip
 
 
@@ -371,6 +376,26 @@ def test_a_pinned_pool_of_a_drafting_server(kvctl: Run, tmp_path: Path) -> None:
         got = planned(kvctl, "Qwen3.5-27B", "0.29.0", command)
         assert got["block_size"] == 448
         assert (got["reported_capacity"], f"{got['max_concurrency']:.2f}") == (tokens, concurrency)
+
+
+def test_glm_5_3_flash_with_drafts(kvctl: Run) -> None:
+    """vllm-project/vllm#57261: 873 blocks of 14,611,968 bytes on each of 4 GPUs, 45 of them a request of 32,768."""
+    for version in ("0.31.0", "0.33.0"):
+        got = planned(
+            kvctl, "GLM-5.3-Flash", version, f"-tp 4 --max-model-len 32768 --num-gpu-blocks-override 873 {mtp(3)}"
+        )
+        assert (got["block_size"], got["bytes_per_block"], got["blocks_per_request"]) == (1152, 14_611_968, 45)
+        assert (got["reported_capacity"], f"{got['max_concurrency']:.2f}") == (635_699, "19.40")
+
+
+def test_pooled_indexers_before_and_over_stages(kvctl: Run) -> None:
+    for options, message in (
+        (("--engine", "vllm@0.29"), "vLLM 0.29 does not serve indexers that pool tokens"),
+        (("--engine", "vllm", "-pp", "2"), "pooled indexers over pipeline stages"),
+    ):
+        outcome = kvctl("size", "GLM-5.3-Flash", "--ctx", "32k", *options)
+        assert outcome.code != 0
+        assert message in outcome.err
 
 
 # -- block sizes --------------------------------------------------------------------------------------

@@ -377,7 +377,7 @@ def _states(spec: ModelSpec, serving: Serving, rules: Rules) -> str:
 
 
 _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "indexer", "window": "sliding_window",
-          "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention"}  # fmt: skip
+          "chunk": "chunked_attention", "state": "recurrent_state", "tail": "indexer", "cross": "cross_attention"}  # fmt: skip
 
 
 def _row(group: Group, laid: _Laid) -> GroupRow:
@@ -396,7 +396,12 @@ def _explain(spec: ModelSpec, laid: _Laid, serving: Serving, reasons: list[str])
     specs = [item.spec for group in groups for item in group]
     widest = max(len(group) for group in groups)
     short = sum(widest - len(group) for group in groups)
-    if len(groups) > 1:
+    if any(item.kind == "tail" for item in specs):
+        reasons.append(
+            f"{plural(len(groups) - 2, 'group')} of recurrent layers draw blocks from the latents' pool; one block "
+            "more a request holds keys that wait for their pool to be full"
+        )
+    elif len(groups) > 1:
         reasons.append(
             f"{plural(len(groups), 'group')} of {plural(widest, 'layer')} share one pool"
             + (f"; {plural(short, 'place')} in them stay empty and are paid for" if short else "")

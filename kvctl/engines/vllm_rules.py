@@ -61,6 +61,8 @@ class Rules(Record):
     """Whether gated delta layers do, where FlashInfer runs their prefill."""
     sparse_fp8: bool = False
     """Whether DeepSeek V3.2 is kept in fp8_ds_mla without being told."""
+    pooled: bool = False
+    """Whether indexers that pool tokens (GLM-5.3-Flash) are served."""
 
 
 _CONNECTORS = ("MultiConnector", "ExampleHiddenStatesConnector", "MooncakeConnector", "MooncakeStoreConnector",
@@ -83,6 +85,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"since": (0, 27), "latent_step": 128},
     {"since": (0, 28), "state_each_block": False, "one_line": True},
     {"since": (0, 29), "spare_block": True},
+    {"since": (0, 30), "pooled": True},
     {"since": (0, 32), "ssd_checkpoints": True},
     {"since": (0, 33), "delta_checkpoints": True,
      "connectors": (*_CONNECTORS, "MoRIIOConnector", "HiSparseConnector", "UMBPStoreConnector")},

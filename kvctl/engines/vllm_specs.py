@@ -105,7 +105,7 @@ class Spec(Record):
     """One block of one layer. `limit`: window, chunk or encoder's positions; equal specs share a group."""
 
     kind: str
-    """full, latent, indexer, window, chunk, state or cross."""
+    """full, latent, indexer, tail, window, chunk, state or cross."""
     token_bytes: int
     """Bytes of one token; 0 for states."""
     block: int
@@ -116,6 +116,8 @@ class Spec(Record):
     """Bytes of a block, padding included."""
     shape: tuple[int, ...] = ()
     """Heads on this rank and their widths: layers that differ in them share no group, whatever they take."""
+    stride: int = 1
+    """Tokens that one entry stands for; `token_bytes` are those of an entry."""
     checkpoints: str = ""
     """ssd or delta: whose rule about checkpoints of the prefill holds."""
 
@@ -125,7 +127,7 @@ class Spec(Record):
 
 
 def sized(spec: Spec, block: int) -> Spec:
-    return spec.replace(block=block, page=block * spec.token_bytes)
+    return spec.replace(block=block, page=block // spec.stride * spec.token_bytes)
 
 
 def _heads(heads: int, ranks: int) -> int:
@@ -254,9 +256,12 @@ def specs_of(
             states.append(state)
         elif isinstance(state, LatentAttention) and state.window is None:
             specs.append(Spec("latent", _latent_row(state, fmt.key), 0))
-        elif isinstance(state, Indexer) and state.stride == 1 and state.dim % 128 == 0 and specs:
+        elif isinstance(state, Indexer) and state.dim % 128 == 0 and specs:
             # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
-            specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0))
+            specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0, stride=state.stride))
+            if state.stride > 1:
+                # Keys and gates of the tokens that wait for their pool to be full.
+                specs.append(Spec("tail", 0, 0, page=2 * state.dim * fmt.model.bytes * state.stride))
         elif isinstance(state, CrossAttention) and state.window is None and spec.cross_input == "audio":
             # As many positions as the encoder's budget has: that is known with the batch.
             specs.append(_attention(state, fmt, _heads(state.kv_heads, ranks), cpu).replace(kind="cross"))
