@@ -41,6 +41,8 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l kv-transfer-config -x
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l async-scheduling -l no-async-scheduling -d 'Whether a second batch is scheduled while one runs'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l enable-prefix-caching -l no-enable-prefix-caching -d 'Keep blocks for later requests'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l mamba-cache-mode -x -a 'none align all' -d 'What recurrent layers keep for prefix caching'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l mamba-cache-dtype -x -a 'auto float32 float16 bfloat16' -d 'Dtype of recurrent layers\' states'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l mamba-ssm-cache-dtype -x -a 'auto float32 float16 bfloat16' -d 'Dtype of the recurrent states alone'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l gdn-prefill-backend -x -a 'triton flashinfer cutedsl' -d 'What runs the prefill of gated delta layers'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l disable-hybrid-kv-cache-manager -l disable-hybrid-swa-memory -l no-disable-hybrid-kv-cache-manager -d 'Keep every token of windowed layers, as some connectors need'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s sc -l speculative-config -x -d 'How tokens are drafted'

@@ -109,6 +109,8 @@ class Serving(Record):
     """How recurrent states are kept for prefix caching."""
     state_dtype: str | None = None
     """Dtype of recurrent states."""
+    conv_dtype: str | None = None
+    """Dtype of convolution states, and of recurrent ones that nothing else names."""
     attention_backend: str | None = None
     sparse_backend: str | None = None
     """Kernels of sparse latent attention."""

@@ -116,6 +116,14 @@ _T5 = "width of a head from the T5 paper (64; 128 for 3B and 11B)"
 _FLAN = "width of a head of the T5 1.1 family (64)"
 _GEMMA4 = "full layers' shape and the pattern as in the file of the pre-trained model of the same size"
 _FROM_V01 = "window as in Mistral-7B-v0.1, from which it was tuned"
+_SSM = (
+    "recurrent states in float32, as every whole file of this type has it; start-up logs of vLLM that were published for "
+    "this size or shape show it"
+)
+_KPOOL = (
+    "the checkpoint's own pool and prediction module, not the class's defaults: vllm-project/vllm#57261 prints blocks of "
+    "12 x (1,152 x 1,024 + 288 x 132) bytes with MTP"
+)
 _SMALL = "no window, as in Mistral-Small-24B-Instruct-2501, of whose line it is"
 
 
@@ -215,6 +223,12 @@ FIXES: dict[str, Fix] = {
     "Qwen/Qwen2.5-Coder-0.5B": _typed("qwen2", "by name and shape"),
     "Qwen/Qwen2.5-Coder-1.5B": _typed("qwen2", "by name and shape"),
     "Qwen/Qwen2.5-Coder-3B": _typed("qwen2", "by name and shape"),
+    "zai-org/GLM-5.3-Flash": Fix(_KPOOL, {"index_kpool": 4, "num_nextn_predict_layers": 1}),
+    "Qwen/Qwen3.5-0.8B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
+    "Qwen/Qwen3.5-2B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
+    "Qwen/Qwen3.5-35B-A3B-Base": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
+    "Qwen/Qwen3.5-4B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
+    "Qwen/Qwen3.6-27B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
     "rednote-hilab/dots.llm1.base": Fix(
         "hidden size 4096 and heads of 128 (dots.llm1 report): with them the parameter count is exact; "
         "with the class's 4608 it is not",

@@ -205,3 +205,10 @@ def test_configuration_files_are_read_where_they_are(kvctl: Run, tmp_path: Path)
     assert "no such file here" in missing.err
     served.write_text("- 1")
     assert kvctl("size", "Qwen3-8B", "--engine-args", f"vllm serve --config {served}").code == 2
+
+
+def test_what_changes_the_cache_and_is_not_counted_is_named(kvctl: Run) -> None:
+    command = "vllm serve gpt-oss-20b --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 1 --max-model-len 8192"
+    outcome = kvctl("size", "--engine-args", command)
+    assert outcome.code == 0
+    assert "--kv-cache-dtype-skip-layers changes what the cache takes, and kvctl does not count it" in outcome.err

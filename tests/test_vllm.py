@@ -152,7 +152,7 @@ def test_gemma_3_27b_by_version(kvctl: Run) -> None:
 def test_gpt_oss_120b_and_its_published_error(kvctl: Run) -> None:
     options = ("gpt-oss-120b", "--ctx", "128k", "--kv-budget", str(16_136 * 589_824))
     assert plan(kvctl, *options)["blocks_per_request"] == 9_225
-    assert plan(kvctl, *options, "--engine", "vllm@0.20")["reported_capacity"] == 129_088
+    assert plan(kvctl, *options, "--engine", "vllm@0.20.0")["reported_capacity"] == 129_088
     # The start-up error that a user published: 4.54 GiB needed with 1,024 batched tokens.
     error = plan(kvctl, *options, "--engine", "vllm@0.22", "--max-num-batched-tokens", "1024")
     assert f"{error['reserved_bytes'] / GIB:.2f}" == "4.54"
@@ -178,7 +178,7 @@ def test_qwen3_next_on_four_gpus(kvctl: Run) -> None:
     fp8 = plan(kvctl, *options, "--kv-cache-dtype", "fp8")
     assert (fp8["block_size"], fp8["bytes_per_block"], fp8["blocks_per_request"]) == (544, 3_342_336, 488)
     assert f"{fp8['max_concurrency']:.2f}" == "21.06"
-    assert plan(kvctl, *options, "--engine", "vllm@0.20")["reported_capacity"] == 698_768
+    assert plan(kvctl, *options, "--engine", "vllm@0.20.0")["reported_capacity"] == 698_768
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_what_is_not_understood_is_refused(kvctl: Run, arguments: tuple[str, ...
 
 
 def test_a_version_between_those_read_says_so(kvctl: Run) -> None:
-    outcome = kvctl("size", "Qwen3-32B", "--engine", "vllm@0.21", "--ctx", "4k")
-    assert "estimated: vLLM 0.21 goes by the rules of 0.20" in outcome.err
+    outcome = kvctl("size", "Qwen3-32B", "--engine", "vllm@0.23.1rc1.dev5+gabc", "--ctx", "4k")
+    assert "estimated: vLLM 0.23.1rc1.dev5+gabc, a build between releases, goes by the rules of 0.23" in outcome.err
 
 
 def test_a_budget_too_small_for_one_request_says_so(kvctl: Run) -> None:
@@ -278,7 +278,7 @@ def test_mamba_2_reserves_a_checkpoint_block_in_late_versions(kvctl: Run) -> Non
         plan(kvctl, "-", "--engine", engine, "--ctx", "4k", "--enable-prefix-caching", stdin=config)[
             "blocks_per_request"
         ]
-        for engine in ("vllm@0.11", "vllm@0.22", "vllm@0.28", "vllm@0.32")
+        for engine in ("vllm@0.11.0", "vllm@0.22", "vllm@0.28", "vllm@0.32")
     ]
     # No caching at first; then a state at each of 4,096/16 block boundaries; then two a request.
     assert blocks == [1, 256, 2, 3]
@@ -295,7 +295,7 @@ def test_stages_hold_their_layers_and_the_fullest_decides(kvctl: Run) -> None:
     assert got["num_blocks"] == 10 * GIB // (16 * page)
     assert any("4 pipeline stages" in reason for reason in got["reasons"])
     # Older releases logged a line for every stage.
-    old = plan(kvctl, "Llama-3.1-70B", "--engine", "vllm@0.11", "-pp", "3", "--ctx", "4k", "--kv-budget", "10GiB")
+    old = plan(kvctl, "Llama-3.1-70B", "--engine", "vllm@0.11.0", "-pp", "3", "--ctx", "4k", "--kv-budget", "10GiB")
     # 80 over 3: 27, 27, 26 layers · 16 tokens · 4,096 B
     expected = [10 * GIB // (layers * 16 * 4096) * 16 for layers in (27, 27, 26)]
     assert [line for line in old["log"] if "size" in line] == [f"GPU KV cache size: {n:,} tokens" for n in expected]
@@ -378,7 +378,7 @@ def test_packed_slots_leave_the_first_and_last_layers(kvctl: Run) -> None:
 def test_sparse_latents_in_fp8(kvctl: Run) -> None:
     # fp8 becomes 656 bytes a token for latents with an indexer; in 0.11 without being asked.
     told = plan(kvctl, "DeepSeek-V3.2", "--ctx", "4k", "--kv-cache-dtype", "fp8")
-    old = plan(kvctl, "DeepSeek-V3.2", "--ctx", "4k", "--engine", "vllm@0.11")
+    old = plan(kvctl, "DeepSeek-V3.2", "--ctx", "4k", "--engine", "vllm@0.11.0")
     assert told["bytes_per_block"] == old["bytes_per_block"] == 61 * (656 + 132) * 64
     nvfp4 = plan(kvctl, "DeepSeek-V3.2", "--ctx", "4k", "--kv-cache-dtype", "nvfp4_ds_mla")
     assert nvfp4["bytes_per_block"] == 61 * (352 + 132) * 64

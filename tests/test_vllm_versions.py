@@ -1,4 +1,4 @@
-"""Groups, blocks and capacity by version, against the planner functions of 25 releases of vLLM themselves.
+"""Groups, blocks and capacity by version, against the planner functions of 31 releases of vLLM themselves.
 
 The data holds layers as given to each release's `get_kv_cache_configs` (or what it was called
 then), and the blocks, concurrency and logged tokens that came out. Null: it refused.
@@ -34,7 +34,10 @@ def layer(facts: Json) -> Spec:
     row = (
         facts["dim"] if facts["kind"] == "latent" else facts["heads"] * (facts["dim"] + facts.get("vdim", facts["dim"]))
     )
-    return Spec(facts["kind"], 2 * row, facts["block"], facts.get("limit", 0), page=2 * row * facts["block"])
+    shape = (facts.get("heads", 0), facts["dim"])
+    return Spec(
+        facts["kind"], 2 * row, facts["block"], facts.get("limit", 0), page=2 * row * facts["block"], shape=shape
+    )
 
 
 def planned(case: Json, version: str) -> tuple[int, float, int]:

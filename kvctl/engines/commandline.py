@@ -43,6 +43,11 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 
+# Flags that change what the cache takes, and that no option of kvctl stands for.
+UNCOUNTED: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
+}
+
 # What starts an engine: program, what must follow it, engine.
 _PROGRAMS = (
     ("vllm", ("serve", "bench", "chat", "complete"), "vllm"),
@@ -386,6 +391,8 @@ class _Reader:
             self.objects.setdefault(base, {})[inner] = _scalar(value)
         elif name in self.common and value is not None:
             self.settings[self.common[name]] = value
+        elif name in UNCOUNTED.get(self.engine, ()):
+            self.notes.append(f"{name} changes what the cache takes, and kvctl does not count it: passed over")
         elif base not in self.switches and base not in self.values:
             self._unknown(name)
 

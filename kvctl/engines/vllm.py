@@ -16,12 +16,12 @@ from typing import Any
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import vllm_packed as packed
-from kvctl.engines import vllm_pooled as pooled
 from kvctl.engines.vllm_groups import (
     Group,
     Placed,
     Settings,
     block_size,
+    block_step,
     bytes_per_block,
     groups_of,
     longest,
@@ -30,8 +30,8 @@ from kvctl.engines.vllm_groups import (
     stage_of,
 )
 from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, check_served, least_batched, specs_of
-from kvctl.engines.vllm_rules import Rules, dotted, rules_for
-from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype
+from kvctl.engines.vllm_rules import Rules, dotted, minor_of, rules_for
+from kvctl.engines.vllm_specs import KV_DTYPES, Spec, check_format, is_packed, kv_dtype, told
 from kvctl.engines.vllm_speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import plain
@@ -69,8 +69,9 @@ def plan(
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
     _check_split(spec, serving)
-    check_served(spec, rules.since if doubt or version is None else _two(version))
-    check_format(fmt, rules.since if doubt or version is None else _two(version))
+    asked = (rules.since[0], rules.since[1]) if version is None else minor_of(version)
+    check_served(spec, asked)
+    check_format(fmt, asked)
     laid = _lay_out(spec, context, fmt, serving, rules, reasons, warnings)
     budget, num_blocks = serving.kv_budget, serving.num_blocks
     if num_blocks is None and budget is not None:
@@ -154,8 +155,6 @@ def _lay_out(
     side_by_side = packed.packs_layers(spec)
     if side_by_side:
         fmt = packed.cache_format(fmt, serving, rules, warnings)
-    elif spec.model_type in pooled.TYPES:
-        pooled.check(fmt, serving)
     else:
         fmt = _sparse_format(spec, fmt, serving, rules, warnings)
     drafted = drafts(spec, serving.speculative, serving.draft)
@@ -172,7 +171,8 @@ def _lay_out(
     unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
     block, padded = block_size(settings, every, unpacked, reasons)
     stages = range(serving.pipeline_parallel or 1)
-    if (side_by_side or spec.model_type in pooled.TYPES) and _stored_in_full(layers, serving, rules, reasons):
+    pooled = any(item.kind == "tail" for item in every)
+    if (side_by_side or pooled) and _stored_in_full(layers, serving, rules, reasons):
         raise ConfigError(f"{spec.id}: kvctl does not know vLLM's plan without the hybrid KV cache manager",
                           hint="without what turns it off: its own option, or a KV connector")  # fmt: skip
     if side_by_side:
@@ -180,18 +180,12 @@ def _lay_out(
         of_stage = tuple(packed.bytes_per_block(groups, stage, rules) for stage in stages)
         return _Laid(groups, settings, block, context, of_stage, True)
     layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
-    if spec.model_type in pooled.TYPES:
-        groups = pooled.groups_of(layers, rules)
-        return _Laid(groups, settings, block, context, (pooled.bytes_per_block(groups, spec, rules),))
     if not rules.hybrid or _stored_in_full(layers, serving, rules, reasons):
         layers = promoted(layers, reasons)
     groups = groups_of(layers, rules, reasons)
-    return _Laid(groups, settings, block, context, tuple(bytes_per_block(groups, stage) for stage in stages))
-
-
-def _two(version: str) -> tuple[int, int]:
-    major, minor = version.lower().removeprefix("v").split(".")[:2]
-    return int(major), int(minor)
+    step = block_step(groups[0]) if pooled and rules.since >= (0, 32) else 1
+    of_stage = tuple(-(-bytes_per_block(groups, stage) // step) * step for stage in stages)
+    return _Laid(groups, settings, block, context, of_stage)
 
 
 def _check_split(spec: ModelSpec, serving: Serving) -> None:
@@ -204,17 +198,28 @@ def _check_split(spec: ModelSpec, serving: Serving) -> None:
                          f"{plural(ranks, 'rank')} of --tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
 
 
+_PACKS_FP8 = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
+"""Backends that keep sparse latents in a layout of their own when told fp8."""
+
+
 def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
     """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
     latents = [
         layer for layer, _ in spec.groups if any(isinstance(s, LatentAttention) for s in layer.states_in("vllm"))
     ]
     sparse = any(isinstance(state, Indexer) for layer in latents for state in layer.states_in("vllm"))
+    if not sparse or serving.device == "cpu":
+        return fmt
+    backend = (serving.attention_backend or _PACKS_FP8[0]).upper()
+    untold = fmt.key == plain(fmt.model)
     told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
-    if not sparse or serving.device == "cpu" or not (told or (rules.sparse_fp8 and fmt.key == plain(fmt.model))):
+    if told and backend not in _PACKS_FP8 and rules.since >= (0, 20):
+        return fmt
+    if not told and not (untold and (rules.sparse_fp8 or backend == _PACKS_FP8[1])):
         return fmt
     warnings.append(
-        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it"
+        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it; "
+        "--attention-backend says another kernel (FLASHINFER_MLA_SPARSE on Blackwell, ROCM_AITER_MLA_SPARSE on AMD)"
     )
     return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
 
@@ -249,7 +254,8 @@ def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, re
     stages = serving.pipeline_parallel or 1
     if packed.packs_layers(spec):
         return packed.layers_of(spec, serving, drafted)
-    of = {id(layer): specs_of(layer, spec, fmt, ranks, cpu, drafted.tokens) for layer, _ in spec.groups}
+    dtypes = told(serving.conv_dtype, serving.state_dtype)
+    of = {id(layer): specs_of(layer, spec, fmt, ranks, cpu, drafted.tokens, dtypes) for layer, _ in spec.groups}
     stage = stage_of(len(spec.layers), stages, serving.stage_layers)
     kept: dict[int, list[Spec]] = {}
     if is_packed(fmt) and not any(item.kind == "state" for specs in of.values() for item in specs):
@@ -417,8 +423,8 @@ def _states(spec: ModelSpec, serving: Serving, rules: Rules) -> str:
 
 
 _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "indexer", "window": "sliding_window",
-          "chunk": "chunked_attention", "state": "recurrent_state", "cross": "cross_attention",
-          "compressor": "compressor_state", "ring": "indexer"}  # fmt: skip
+          "chunk": "chunked_attention", "state": "recurrent_state", "tail": "indexer", "cross": "cross_attention",
+          "compressor": "compressor_state"}  # fmt: skip
 
 
 def _row(group: Group, laid: _Laid) -> GroupRow:
@@ -439,8 +445,11 @@ def _explain(spec: ModelSpec, laid: _Laid, serving: Serving, reasons: list[str])
     short = sum(widest - len(group) for group in groups)
     if laid.packed:
         reasons.append(packed.explanation(groups, settings, context))
-    elif spec.model_type in pooled.TYPES:
-        reasons.append(f"{plural(len(groups), 'group')} share one pool; that of attention fills a block")
+    elif any(item.kind == "tail" for item in specs):
+        reasons.append(
+            f"{plural(len(groups) - 2, 'group')} of recurrent layers draw blocks from the latents' pool; one block "
+            "more a request holds keys that wait for their pool to be full"
+        )
     elif len(groups) > 1:
         reasons.append(
             f"{plural(len(groups), 'group')} of {plural(widest, 'layer')} share one pool"

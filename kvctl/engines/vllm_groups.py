@@ -62,10 +62,10 @@ class Settings(Record):
             return -(-min(spec.limit - 1 + self.retained + self.in_flight, context) // spec.block) + 1
         if spec.kind == "chunk":
             return -(-min(spec.limit + self.in_flight, context) // spec.block)
+        if spec.kind == "tail":
+            return 1
         if spec.kind == "cross":
             return -(-spec.limit // spec.block)
-        if spec.kind == "ring":
-            return 1
         held = -(-context // self.context_parallel)
         return -(-held // spec.block)
 
@@ -120,8 +120,8 @@ def placed(item: Spec, settings: Settings, block: int, padded: int, context: int
         # Without any attention the block is set before a platform's default is.
         aligned = block if padded or settings.block_given else 16
         return item.replace(block=aligned if settings.states != "none" else context, page=max(item.page, padded))
-    if item.kind == "ring":
-        return item
+    if item.kind == "tail":
+        return item.replace(block=block)
     if item.kind == "window" and settings.cpu:
         # The CPU's kernel takes multiples of 32 only, and windows choose their own block.
         return sized(item, max(item.step, block // item.step * item.step))
@@ -149,6 +149,8 @@ def promoted(layers: list[Placed], reasons: list[str]) -> list[Placed]:
 def groups_of(layers: list[Placed], rules: Rules, reasons: list[str]) -> list[Group]:
     """Layers that share a block table; every group has a block of the same size."""
     specs = [item.spec for item in layers]
+    if any(item.kind == "tail" for item in specs):
+        return _around_latents(layers, rules)
     first = specs[0]
     local = first.kind in ("window", "chunk")
     uniform = len({item.block for item in specs}) == 1 and (
@@ -177,6 +179,48 @@ def groups_of(layers: list[Placed], rules: Rules, reasons: list[str]) -> list[Gr
         number = -(-len(bucket) // size)
         groups += [bucket[index::number] for index in range(number)]
     return groups
+
+
+def _around_latents(layers: list[Placed], rules: Rules) -> list[Group]:
+    """Latents with indexers that pool tokens are one group; states lie where its latents do, so many to a group.
+
+    Sources: vllm 0.30.0 v1/core/kv_cache_utils.py, _get_kv_cache_groups_glm5_next; 0.33.0
+    v1/core/kv_cache_planning.py, _get_packed_kv_cache_groups, which comes to the same.
+    """
+    if not rules.pooled:
+        raise ConfigError(f"vLLM {dotted(rules.since)} does not serve indexers that pool tokens", hint="0.30 does")
+    if len({item.stage for item in layers}) > 1:
+        raise ConfigError("kvctl does not know how vLLM divides pooled indexers over pipeline stages")
+    attention = [item for item in layers if item.spec.kind in ("latent", "indexer")]
+    tails = [item for item in layers if item.spec.kind == "tail"]
+    states = [item for item in layers if item.spec.kind == "state"]
+    latents = sum(item.spec.kind == "latent" for item in attention)
+    fit = even = latents
+    if rules.since >= (0, 32):
+        fit = max(sum(item.spec.page for item in attention) // states[0].spec.page, 1)
+        # Places for the three kinds of layers that leave fewest empty; the largest of the best.
+        counts = (latents, len(tails), len(states))
+        even = min(range(latents, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size))
+    number = max(-(-len(states) // fit), -(-len(states) // even))
+    return [attention, tails, *(states[index::number] for index in range(number))]
+
+
+_KERNEL_KEYS = 64
+"""Pooled keys in a page that the indexer's kernel reads."""
+
+
+def block_step(attention: Group) -> int:
+    """Bytes that blocks with pooled keys are a multiple of, from 0.32 on: whole rows of latents, and whole pages of
+    keys where the kernel splits a block.
+
+    Sources: vllm 0.33.0 v1/worker/utils.py, customize_attention_spec, and what backends of sparse latents and
+    `Glm5NextIndexerBackend` ask for.
+    """
+    import math
+
+    latent, keys = (next(item.spec for item in attention if item.spec.kind == kind) for kind in ("latent", "indexer"))
+    kernel = math.gcd(_KERNEL_KEYS * keys.stride, keys.block)
+    return math.lcm(latent.token_bytes, 1 if kernel == keys.block else kernel // keys.stride * keys.token_bytes)
 
 
 def _unified(item: Spec, page: int, rules: Rules, reasons: list[str]) -> Spec:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvctl.engines import vllm_pooled as pooled
 from kvctl.engines.states import not_known
-from kvctl.engines.vllm_specs import Spec
+from kvctl.engines.vllm_specs import Spec, Told
 from kvctl.engines.vllm_specs import specs_of as plain_specs
 from kvctl.errors import ConfigError, UsageError
 from kvctl.spec import Attention, ConvState, Formats, Indexer, Layer, ModelSpec, RecurrentState
@@ -18,12 +17,11 @@ from kvctl.spec import Attention, ConvState, Formats, Indexer, Layer, ModelSpec,
 _NEVER = ("recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "baichuan_m1", "deepseek_ref")
 _UNTIL = {"mllama": (0, 10), "minimax": (0, 23), "minimax_text_01": (0, 23), "minimax_m1": (0, 23)}
 """The last version that had a model type, of those that no other code in vLLM runs."""
-_FIRST = {"inkling_mm_model": (0, 26), "inkling_text": (0, 26), "minimax_m3_vl_text": (0, 24), "minimax_m3_vl": (0, 24),
-          "glm5_next_text": (0, 30), "glm5_next": (0, 30)}  # fmt: skip
+_FIRST = {"inkling_mm_model": (0, 26), "inkling_text": (0, 26), "minimax_m3_vl_text": (0, 24), "minimax_m3_vl": (0, 24)}  # fmt: skip
 """The first version that has a model type, of those below."""
 INKLING = ("inkling_mm_model", "inkling_text")
 MINIMAX_M3 = ("minimax_m3_vl_text", "minimax_m3_vl")
-_KDA_CHECKPOINTS = {"kimi_k3": "kda", **dict.fromkeys(pooled.TYPES, "glm")}
+_KDA_CHECKPOINTS = {"kimi_k3": "kda", "glm5_next_text": "glm", "glm5_next": "glm"}
 """Model types whose delta layers make checkpoints, by whose rule; those of Kimi Linear, of other code, make none."""
 MINIMAX_M3_BLOCK = 128
 """Tokens of a block: those of a block of its sparse attention."""
@@ -52,7 +50,7 @@ def check_served(spec: ModelSpec, version: tuple[int, int]) -> None:
         raise ConfigError(f"{spec.id}: vLLM serves no encoder-decoder of text since 0.11", hint=hint)
 
 
-def least_batched(spec: ModelSpec, version: tuple[int, int]) -> int:
+def least_batched(spec: ModelSpec, version: tuple[int, ...]) -> int:
     """Tokens that a batch has at least, without being told: those of the longest input that is not to be cut."""
     text = spec.config.get("text_config")
     whole = isinstance(text, Mapping) and text.get("use_bidirectional_attention") == "vision"
@@ -62,12 +60,11 @@ def least_batched(spec: ModelSpec, version: tuple[int, int]) -> int:
     return 32 * (70 + 8)
 
 
-def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0) -> list[Spec]:
+def specs_of(
+    layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0, dtypes: Told | None = None
+) -> list[Spec]:
     """Specs of one layer, whichever model it is of."""
     states = layer.states_in("vllm")
-    if keys := [state for state in states if isinstance(state, Indexer) and spec.model_type in pooled.TYPES]:
-        rest = Layer(tuple(state for state in states if not isinstance(state, Indexer)))
-        return plain_specs(rest, spec, fmt, ranks, cpu) + pooled.key_specs(keys[0], spec, drafted)
     if spec.model_type in INKLING:
         attention = [state for state in states if isinstance(state, Attention)]
         convolutions = [state for state in states if isinstance(state, ConvState)]
@@ -82,7 +79,7 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool,
         rest = Layer(tuple(state for state in states if not isinstance(state, Indexer)))
         # Keys of the index are in bf16, whatever the cache's format.
         return plain_specs(rest, spec, fmt, ranks, cpu) + [Spec("indexer", 2 * state.dim, 0) for state in keys]
-    specs = plain_specs(layer, spec, fmt, ranks, cpu, drafted)
+    specs = plain_specs(layer, spec, fmt, ranks, cpu, drafted, dtypes)
     kind = _KDA_CHECKPOINTS.get(spec.model_type)
     if kind and any(isinstance(state, RecurrentState) and state.shape[-1] == 128 for state in states):
         return [item.replace(checkpoints=kind) if item.kind == "state" else item for item in specs]
@@ -97,4 +94,4 @@ def _conv_window(attention: Attention, convolutions: list[ConvState], ranks: int
                          hint="vLLM refuses this split")  # fmt: skip
     # Keys and values of a head, and its share of the outputs of attention and of the MLP; in bf16 always.
     width = 1 << (sum(state.channels // heads for state in convolutions) - 1).bit_length()
-    return Spec("window", heads // ranks * width * 2, kernel, kernel)
+    return Spec("window", heads // ranks * width * 2, kernel, kernel, shape=(heads // ranks, width, 0))

@@ -2,11 +2,12 @@
 
 Sources: v1/core/kv_cache_utils.py (kv_cache_planning.py from 0.33 on), v1/kv_cache_interface.py,
 config/{cache,model}.py, model_executor/models/config.py and platforms/interface.py of every
-release from 0.8.5 to 0.33.0 that was published as a wheel.
+minor release from 0.8.5 to 0.33.0, and of the patch releases that were published after 0.10.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kvctl.errors import UsageError
@@ -16,7 +17,8 @@ from kvctl.record import Record
 class Rules(Record):
     """The rules of a version, from `since` on; defaults are those of the oldest."""
 
-    since: tuple[int, int]
+    since: tuple[int, ...]
+    """Minor release, with the patch where a patch release brought the change."""
     capacity: str = "blocks"
     """What the logged token count is: "blocks" (blocks × block size), "groups" (blocks a group ×
     the smallest block size) or "concurrency" (concurrent full requests × their length)."""
@@ -64,6 +66,8 @@ class Rules(Record):
     (each size has places of its own), "dense" (without gaps), or "balanced" (that, groups chosen anew)."""
     sparse_fp8: bool = False
     """Whether DeepSeek V3.2 is kept in fp8_ds_mla without being told."""
+    pooled: bool = False
+    """Whether indexers that pool tokens (GLM-5.3-Flash) are served."""
 
 
 _CONNECTORS = ("MultiConnector", "ExampleHiddenStatesConnector", "MooncakeConnector", "MooncakeStoreConnector",
@@ -73,20 +77,21 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"since": (0, 8)},
     {"since": (0, 10), "capacity": "groups", "hybrid": True},
     {"since": (0, 11), "sparse_fp8": True},
-    {"since": (0, 12), "sparse_fp8": False, "each_stage": False, "even_below": 1.25, "pages": "scaled",
+    {"since": (0, 11, 1), "sparse_fp8": False, "each_stage": False,
      "state_caching": "asked", "state_each_block": True, "align_others": False},
+    {"since": (0, 12), "even_below": 1.25, "pages": "scaled"},
     {"since": (0, 14), "chunks_apart": True},
     {"since": (0, 15), "align_others": True, "draft_blocks": True},
     {"since": (0, 18), "even_below": 1.5},
-    {"since": (0, 20), "pages": "padded", "utilization": 0.92, "graphs_counted": True,
-     "packing": "tuples"},
-    {"since": (0, 22), "capacity": "concurrency", "connectors": _CONNECTORS},
+    {"since": (0, 20), "pages": "padded", "utilization": 0.92, "graphs_counted": True, "packing": "tuples"},
+    {"since": (0, 20, 1), "capacity": "concurrency"},
+    {"since": (0, 22), "connectors": _CONNECTORS},
     {"since": (0, 23), "packing": "pages"},
     {"since": (0, 26), "state_caching": "default", "overlapped": True},
     {"since": (0, 27), "latent_step": 128, "packing": "dense"},
     {"since": (0, 28), "state_each_block": False, "one_line": True},
     {"since": (0, 29), "spare_block": True, "packing": "balanced", "kda_checkpoints": True},
-    {"since": (0, 30)},
+    {"since": (0, 30), "pooled": True},
     {"since": (0, 32), "ssd_checkpoints": True},
     {"since": (0, 33), "delta_checkpoints": True,
      "connectors": (*_CONNECTORS, "MoRIIOConnector", "HiSparseConnector", "UMBPStoreConnector")},
@@ -104,28 +109,42 @@ def _all() -> tuple[Rules, ...]:
 RULES = _all()
 
 _OLDEST, _NEWEST = (0, 8), (0, 33)
-_NOT_READ = ((0, 21),)
-"""Versions that were never published as a wheel."""
+_VERSION = re.compile(
+    r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?P<between>(?:rc\d+)?(?:\.dev\d+)?)(?:\.post\d+)?(?:\+[\w.]+)?", re.ASCII
+)
 
 
 def rules_for(version: str | None) -> tuple[Rules, str | None]:
-    """Rules of a version ("0.32", "0.32.1", "v0.32.0"), and a warning where they were not read from it."""
+    """Rules of a version ("0.32", "v0.32.1", "0.23.1rc1.dev5"), and a warning where they were not read from it.
+
+    A minor release means its last patch.
+    """
     if version is None:
         return RULES[-1], None
-    parts = version.lower().removeprefix("v").split(".")
-    if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
+    match = _VERSION.fullmatch(version.lower())
+    if match is None:
         raise UsageError(f"--engine: {version[:40]!r} is no version of vLLM", hint="for example vllm@0.11")
-    asked = (int(parts[0]), int(parts[1]))
+    asked = minor_of(version)
     if not _OLDEST <= asked <= _NEWEST:
         raise UsageError(
-            f"--engine: kvctl knows vLLM {dotted(_OLDEST)} to {dotted(_NEWEST)}, not {version}",
+            f"--engine: kvctl knows vLLM {dotted(_OLDEST)} to {dotted(_NEWEST)}, not {version[:40]}",
             hint="the rules change between versions; name one of these",
         )
-    rules = next(rules for rules in reversed(RULES) if rules.since <= asked)
-    if asked in _NOT_READ:
-        return rules, f"estimated: vLLM {version} goes by the rules of {dotted(rules.since)}, the nearest version read"
+    exact = (*asked, int(match[3]) if match[3] else 9999)
+    rules = next(rules for rules in reversed(RULES) if rules.since <= exact)
+    if match["between"]:
+        return (
+            rules,
+            f"estimated: vLLM {version[:40]}, a build between releases, goes by the rules of {dotted(rules.since)}",
+        )
     return rules, None
 
 
-def dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+def minor_of(version: str) -> tuple[int, int]:
+    """The minor release that a version belongs to."""
+    major, minor = version.lower().removeprefix("v").split(".")[:2]
+    return int(major), int(re.split(r"\D", minor)[0])
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)

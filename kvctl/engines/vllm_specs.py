@@ -105,7 +105,7 @@ class Spec(Record):
     """One block of one layer. `limit`: window, chunk or encoder's positions; equal specs share a group."""
 
     kind: str
-    """full, latent, indexer, window, chunk, state, cross, compressor or ring."""
+    """full, latent, indexer, tail, window, chunk, state, cross or compressor."""
     token_bytes: int
     """Bytes of one token; 0 for states."""
     block: int
@@ -114,6 +114,10 @@ class Spec(Record):
     """What a CPU's window kernel wants a block to be a multiple of."""
     page: int = 0
     """Bytes of a block, padding included."""
+    shape: tuple[int, ...] = ()
+    """Heads on this rank and their widths: layers that differ in them share no group, whatever they take."""
+    stride: int = 1
+    """Tokens that one entry stands for; `token_bytes` are those of an entry."""
     checkpoints: str = ""
     """ssd, delta, kda or glm: whose rule about checkpoints of the prefill holds."""
 
@@ -123,7 +127,7 @@ class Spec(Record):
 
 
 def sized(spec: Spec, block: int) -> Spec:
-    return spec.replace(block=block, page=block * spec.token_bytes)
+    return spec.replace(block=block, page=block // spec.stride * spec.token_bytes)
 
 
 def _heads(heads: int, ranks: int) -> int:
@@ -148,11 +152,27 @@ _CONFIG_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3
 """Model types whose state dtype vLLM takes from the config; others follow the model's dtype."""
 
 
+class Told(Record):
+    """Dtypes of recurrent layers' states where options name them (--mamba-cache-dtype, --mamba-ssm-cache-dtype)."""
+
+    conv: DType | None = None
+    recurrent: DType | None = None
+
+
+_NAMED = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
+
+
+def told(conv: str | None, recurrent: str | None) -> Told:
+    """What the options say; "auto" says nothing."""
+    return Told(_NAMED.get(conv or ""), _NAMED.get(recurrent or ""))
+
+
 def _state_bytes(
-    states: list[ConvState | RecurrentState], model_type: str, fmt: Formats, ranks: int, drafted: int
+    states: list[ConvState | RecurrentState], model_type: str, fmt: Formats, ranks: int, drafted: int, dtypes: Told
 ) -> int:
     """Bytes of one request's convolution and recurrent state on one rank, with room for `drafted` tokens."""
     total = 0
+    usual = dtypes.conv or fmt.model
     for state in states:
         if isinstance(state, ConvState):
             channels = state.channels
@@ -166,10 +186,12 @@ def _state_bytes(
                     )
                 channels += (ranks - 1) * width
             columns = state.columns(IDEAL.retention) + drafted
-            total += _divide(channels, ranks, "channels of the convolution") * columns * fmt.model.bytes
+            total += _divide(channels, ranks, "channels of the convolution") * columns * usual.bytes
         else:
-            dtype: DType = fmt.model
-            if state.name == "kda":
+            dtype: DType = usual
+            if dtypes.recurrent is not None:
+                dtype = dtypes.recurrent
+            elif state.name == "kda":
                 dtype = FP32
             elif model_type in _CONFIG_STATES and state.dtype is not None:
                 dtype = state.dtype
@@ -208,19 +230,22 @@ def _attention(state: Attention, fmt: Formats, heads: int, cpu: bool) -> Spec:
         token = heads * (slot + slot % 2)
     else:
         token = fmt.key.row_bytes(keys, heads) + fmt.value.row_bytes(values, heads)
+    shape = (heads, state.key_dim, state.value_dim)
     # Keys and values of different widths run on a kernel of their own.
     step = 32 if state.key_dim == state.value_dim else 16
     if isinstance(state, SlidingWindow):
-        return Spec("window", token, 0, state.window, step)
+        return Spec("window", token, 0, state.window, step, shape=shape)
     if isinstance(state, ChunkedAttention):
-        return Spec("chunk", token, 0, state.chunk)
-    return Spec("full", token, 0)
+        return Spec("chunk", token, 0, state.chunk, shape=shape)
+    return Spec("full", token, 0, shape=shape)
 
 
 _STATES = {("conv",), ("conv", "delta"), ("conv", "kda"), ("conv", "ssm")}
 
 
-def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0) -> list[Spec]:
+def specs_of(
+    layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool, drafted: int = 0, dtypes: Told | None = None
+) -> list[Spec]:
     """Specs of one layer, block size still open (0); `drafted`: speculative tokens a step."""
     specs: list[Spec] = []
     states: list[ConvState | RecurrentState] = []
@@ -231,14 +256,12 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool,
             states.append(state)
         elif isinstance(state, LatentAttention) and state.window is None:
             specs.append(Spec("latent", _latent_row(state, fmt.key), 0))
-        elif (
-            isinstance(state, Indexer)
-            and state.stride == 1
-            and state.dim % 128 == 0
-            and any(item.kind == "latent" for item in specs)
-        ):
+        elif isinstance(state, Indexer) and state.dim % 128 == 0 and any(item.kind == "latent" for item in specs):
             # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
-            specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0))
+            specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0, stride=state.stride))
+            if state.stride > 1:
+                # Keys and gates of the tokens that wait for their pool to be full.
+                specs.append(Spec("tail", 0, 0, page=2 * state.dim * fmt.model.bytes * state.stride))
         elif isinstance(state, CrossAttention) and state.window is None and spec.cross_input == "audio":
             # As many positions as the encoder's budget has: that is known with the batch.
             specs.append(_attention(state, fmt, _heads(state.kv_heads, ranks), cpu).replace(kind="cross"))
@@ -254,6 +277,6 @@ def specs_of(layer: Layer, spec: ModelSpec, fmt: Formats, ranks: int, cpu: bool,
         names = tuple("conv" if isinstance(s, ConvState) else s.name for s in states)
         if names not in _STATES or (names == ("conv",) and specs):
             raise not_known(spec, states[-1], "vLLM")
-        page = _state_bytes(states, spec.model_type, fmt, ranks, drafted)
+        page = _state_bytes(states, spec.model_type, fmt, ranks, drafted, dtypes or Told())
         specs.append(Spec("state", 0, 0, page=page, checkpoints=_checkpoints(states[-1])))
     return specs

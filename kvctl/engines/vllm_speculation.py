@@ -17,8 +17,8 @@ _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_spe
 _OTHER_MODELS = ("eagle", "eagle3", "draft_model", "dflash", "dspark")
 """Methods whose layers are those of a model of its own."""
 
-_REPEATS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5",
-            "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "mimo", "ernie4_5_moe", "exaone_moe", "exaone4_5",
+_REPEATS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm5_next_text", "glm4_moe", "glm4_moe_lite", "qwen3_next",
+            "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "mimo", "ernie4_5_moe", "exaone_moe", "exaone4_5",
             "longcat_flash", "nemotron_h", "hy_v3", "bailing_hybrid", "kimi_k3", "minimax_m3_vl", "minimax_m3_vl_text",
             "glm_ocr", "pangu_ultra_moe")  # fmt: skip
 """Model types whose modules for multi-token prediction have attention like that of their last layers."""

@@ -205,7 +205,11 @@ def glm5_next(f: Fields) -> Layers:
     width = f.number("index_head_dim")
     row = latent_of(f)
     # Key and pooling gate are what the indexer needs; transformers packs a validity flag with them.
-    full = Layer((row, Indexer(2 * width)), {"transformers": (row, Indexer(2 * width + 1))})
+    stored = {"transformers": (row, Indexer(2 * width + 1))}
+    pooled = f.optional_number("index_kpool")
+    if pooled is not None:
+        stored["vllm"] = (row, Indexer(width, stride=pooled))
+    full = Layer((row, Indexer(2 * width)), stored)
     without = Layer((row,))
     linear = kda_states(f, heads, dim, kernel)
     layers = []
