@@ -387,6 +387,18 @@ def test_glm_5_3_flash_with_drafts(kvctl: Run) -> None:
     assert (got["reported_capacity"], f"{got['max_concurrency']:.2f}") == (635_699, "19.40")
 
 
+def test_what_a_blackwell_gpu_keeps_in_fp8_is_said(kvctl: Run) -> None:
+    """vllm 0.32 and 0.33 model_executor/models/config.py: GlmMoeDsaForCausalLM, Glm5NextModelConfig."""
+    for name, version, told in (
+        ("GLM-5.1", "0.31", False), ("GLM-5.1", "0.32", True), ("GLM-5.3-Flash", "0.32", False), ("GLM-5.3-Flash", "0.33", True),
+    ):  # fmt: skip
+        outcome = kvctl("size", name, "--ctx", "32k", "--engine", f"vllm@{version}", "-tp", "8")
+        assert outcome.code == 0
+        assert ("a Blackwell GPU keeps" in outcome.err) is told
+    fp8 = ("--kv-cache-dtype", "fp8", "--attention-backend", "FLASHINFER_MLA_SPARSE")
+    assert "a Blackwell GPU keeps" not in kvctl("size", "GLM-5.1", "--ctx", "32k", "--engine", "vllm", *fp8).err
+
+
 def test_pooled_indexers_before_and_over_stages(kvctl: Run) -> None:
     for options, message in (
         (("--engine", "vllm@0.29"), "vLLM 0.29 does not serve indexers that pool tokens"),

@@ -215,6 +215,11 @@ def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules
     told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
     if told and backend not in _PACKS_FP8 and rules.since >= (0, 20):
         return fmt
+    if untold and spec.model_type in rules.blackwell_fp8:
+        warnings.append(
+            f"a Blackwell GPU keeps {spec.model_type} in fp8 without being told: --kv-cache-dtype fp8 "
+            "--attention-backend FLASHINFER_MLA_SPARSE"
+        )
     if not told and not (untold and (rules.sparse_fp8 or backend == _PACKS_FP8[1])):
         return fmt
     warnings.append(
@@ -464,7 +469,11 @@ def _explain(spec: ModelSpec, laid: _Laid, serving: Serving, reasons: list[str])
     if settings.states == "align":
         reasons.append(
             "prefix caching keeps recurrent states at block boundaries: 2 blocks a group"
-            + (", and 1 for a checkpoint" if any(item.checkpoints in settings.checkpoints for item in specs) else "")
+            + (
+                ", and 1 for a checkpoint of the prefill"
+                if any(s.checkpoints in settings.checkpoints for s in specs)
+                else ""
+            )
         )
     elif settings.states == "all":
         reasons.append("prefix caching keeps a recurrent state at every block boundary")

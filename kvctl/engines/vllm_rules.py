@@ -66,6 +66,8 @@ class Rules(Record):
     (each size has places of its own), "dense" (without gaps), or "balanced" (that, groups chosen anew)."""
     sparse_fp8: bool = False
     """Whether DeepSeek V3.2 is kept in fp8_ds_mla without being told."""
+    blackwell_fp8: tuple[str, ...] = ()
+    """Model types that a Blackwell GPU keeps in fp8 without being told."""
     pooled: bool = False
     """Whether indexers that pool tokens (GLM-5.3-Flash) are served."""
 
@@ -92,8 +94,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"since": (0, 28), "state_each_block": False, "one_line": True},
     {"since": (0, 29), "spare_block": True, "packing": "balanced", "kda_checkpoints": True},
     {"since": (0, 30), "pooled": True},
-    {"since": (0, 32), "ssd_checkpoints": True},
-    {"since": (0, 33), "delta_checkpoints": True,
+    {"since": (0, 32), "ssd_checkpoints": True, "blackwell_fp8": ("glm_moe_dsa",)},
+    {"since": (0, 33), "delta_checkpoints": True, "blackwell_fp8": ("glm_moe_dsa", "glm5_next_text"),
      "connectors": (*_CONNECTORS, "MoRIIOConnector", "HiSparseConnector", "UMBPStoreConnector")},
 )  # fmt: skip
 """What each version changed; one that is not named goes by the one before it."""
