@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +84,130 @@ def test_kubernetes(text: str, version: str | None) -> None:
     assert settings(text) == (VLLM[0], version, *VLLM[2:])
 
 
+SETTINGS = {"context": "8192", "tensor_parallel": 2}
+VLLM_8K = ("vllm", None, "Qwen/Qwen3-8B", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # comments, also with a flag in them, and what stands before and after the command
+        "vllm serve Qwen/Qwen3-8B \\\n  -tp 2 \\\n  # don't use --max-model-len 65536\n  --max-model-len 8192 # enough",
+        "# start it\nexport HF_HOME=/x\nvllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192\ncurl -d '{}' http://h/v1/models",
+        "# vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192",
+        "root@h:/workspace# vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192",
+        "```bash\nvllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192\n```",
+        "vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192 \\",
+        "vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192 &\nvllm bench serve --model other --max-model-len 1",
+        "vllm serve Qwen/Qwen3-8B\n  -tp 2\n  --max-model-len 8192\n",
+        "for n in 1; do\n  vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192\ndone",
+        "cat > run.sh <<'EOF'\nvllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192\nEOF",
+        # what a web page made of quotation marks and dashes
+        "vllm serve “Qwen/Qwen3-8B” –-max-model-len 8192 —tensor-parallel-size 2",
+        # variables that the text itself sets
+        "MODEL=Qwen/Qwen3-8B\nTP=2\nvllm serve $MODEL -tp ${TP} --max-model-len ${CTX:-8192}",
+        'ARGS="-tp 2 --max-model-len 8192"; vllm serve Qwen/Qwen3-8B $ARGS',
+        'args=(\n  -tp 2  # two\n  --max-model-len 8192\n)\nvllm serve Qwen/Qwen3-8B "${args[@]}"',
+        # shells in shells
+        'docker exec -it node bash -c "export X=1 && vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192"',
+        'tmux new-session -d -s v "vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192 2>&1 | tee log"',
+        "srun -N1 bash -lc 'vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192'",
+        "apptainer exec --nv vllm.sif vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192",
+        # other places
+        'ENTRYPOINT ["vllm", "serve"]\nCMD ["Qwen/Qwen3-8B", "-tp", "2", "--max-model-len", "8192"]',
+        'p = subprocess.Popen(["vllm", "serve", "Qwen/Qwen3-8B", "-tp", "2", "--max-model-len", "8192"])',
+        "[Service]\nExecStart=/opt/venv/bin/vllm serve Qwen/Qwen3-8B \\\n  -tp 2 --max-model-len ${LEN}\nEnvironment=LEN=8192",
+        "llm = LLM(model='Qwen/Qwen3-8B', tensor_parallel_size=2, max_model_len=8192, enforce_eager=True)",
+        "[api_utils.py:273] non-default args: {'model_tag': 'Qwen/Qwen3-8B', 'model': 'Qwen/Qwen3-8B', 'max_model_len': 8192, "
+        "'attention_config': AttentionConfig(backend=None), 'tensor_parallel_size': 2}",
+        "model: Qwen/Qwen3-8B\nmax-model-len: 8192\ntensor_parallel_size: 2\nenforce-eager: true",
+        "applications:\n- args:\n    llm_configs:\n    - model_loading_config: {model_id: q, model_source: Qwen/Qwen3-8B}\n"
+        "      engine_kwargs: {tensor_parallel_size: 2, max_model_len: 8192}",
+    ],
+)
+def test_places_that_commands_are_pasted_from(text: str) -> None:
+    assert settings(text) == VLLM_8K
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("PS C:\\Users\\me> .\\llama-server.exe -m .\\models\\q.gguf -c 4096 -np 2", (".\\models\\q.gguf", {"context": "4096", "slots": 2})),
+        ('& "C:\\Program Files\\llama\\llama-server.exe" -m C:\\m\\q.gguf `\n  -c 4096 `\n  -np 2', ("C:\\m\\q.gguf", {"context": "4096", "slots": 2})),
+        ("@echo off\nset LLAMA_ARG_CTX_SIZE=4096\nllama-server.exe ^\n  -m q.gguf ^\n  -np 2\npause", ("q.gguf", {"context": "4096", "slots": 2})),
+        ('$env:LLAMA_ARG_CTX_SIZE = "4096"; .\\llama-server -m q.gguf -np 2', ("q.gguf", {"context": "4096", "slots": 2})),
+        ('[Service]\nEnvironment="LLAMA_ARG_CTX_SIZE=4096" LLAMA_ARG_N_PARALLEL=2\nExecStart=/usr/bin/llama-server -m q.gguf', ("q.gguf", {"context": "4096", "slots": 2})),
+        ("services:\n  l:\n    image: ghcr.io/ggml-org/llama.cpp:server\n    environment:\n      LLAMA_ARG_MODEL: q.gguf\n"
+         "      LLAMA_ARG_CTX_SIZE: 4096\n      LLAMA_ARG_N_PARALLEL: 2", ("q.gguf", {"context": "4096", "slots": 2})),
+        ("models:\n  q:\n    cmd: |\n      /app/llama-server --port ${PORT}\n      -m q.gguf\n      -c 4096 -np 2", ("q.gguf", {"context": "4096", "slots": 2})),
+        # one conversation, not the slots of a server
+        ("./build/bin/llama-cli -m q.gguf -c 4096 -p 'how does vllm serve x do it?'", ("q.gguf", {"context": "4096", "slots": 1})),
+        ("llama-mtmd-cli -m q.gguf --mmproj p.gguf -c 4096", ("q.gguf", {"context": "4096", "slots": 1})),
+    ],
+)  # fmt: skip
+def test_places_that_llama_cpp_is_started_from(text: str, expected: tuple[str, dict[str, object]]) -> None:
+    engine, _, *rest = settings(text)
+    assert (engine, tuple(rest)) == ("llama.cpp", expected)
+
+
+HELM = """
+servingEngineSpec:
+  modelSpec:
+  - name: llama
+    repository: vllm/vllm-openai
+    tag: v0.11.0
+    modelURL: meta-llama/Llama-3.1-8B-Instruct
+    vllmConfig:
+      maxModelLen: 16384
+      tensorParallelSize: 2
+      enablePrefixCaching: false
+      extraArgs: ["--gpu-memory-utilization", "0.8"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (HELM, ("vllm", "0.11.0", "meta-llama/Llama-3.1-8B-Instruct",
+                {"context": "16384", "tensor_parallel": 2, "prefix_caching": False, "utilization": 0.8})),
+        ('image:\n  repository: vllm/vllm-openai\n  tag: v0.11.0\n  command: ["vllm", "serve", "/data/", "--max-model-len", "4096"]',
+         ("vllm", "0.11.0", "/data/", {"context": "4096"})),
+        ("kind: Pod\nspec:\n  containers:\n  - image: vllm/vllm-openai:v0.8.5\n    env:\n    - {name: M, value: Qwen/Qwen3-8B}\n"
+         "    - {name: LEN, value: '4096'}\n    args: [--model, $(M), --max-model-len=$(LEN)]",
+         ("vllm", "0.8.5", "Qwen/Qwen3-8B", {"context": "4096"})),
+        ("spec:\n  predictor:\n    model:\n      modelFormat: {name: huggingface}\n      args: [--model_id=Qwen/Qwen3-8B, --max-model-len=4096]",
+         ("vllm", None, "Qwen/Qwen3-8B", {"context": "4096"})),
+        ("services:\n  s:\n    image: lmsysorg/sglang:v0.5.18-cu130\n    entrypoint: python3 -m sglang.launch_server\n"
+         "    command: >\n      --model-path Qwen/Qwen3-8B\n      --tp 2", ("sglang", "0.5.18", "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
+        ("services:\n  o:\n    image: ollama/ollama:0.32.0\n    environment: [OLLAMA_CONTEXT_LENGTH=16384, OLLAMA_NUM_PARALLEL=2]",
+         ("ollama", "0.32.0", None, {"context": "16384", "slots": 2})),
+        ('[Service]\nEnvironment="OLLAMA_CONTEXT_LENGTH=16384"\nEnvironment="OLLAMA_KV_CACHE_TYPE=q8_0"',
+         ("ollama", None, None, {"context": "16384", "kv_dtype": "q8_0"})),
+        ('docker run --rm --entrypoint bash vllm/vllm-openai:v0.19.1 -c "vllm serve Qwen/Qwen3-8B --max-model-len 4096"',
+         ("vllm", "0.19.1", "Qwen/Qwen3-8B", {"context": "4096"})),
+        ("[2025-05-02 16:13:41] server_args=ServerArgs(model_path='Qwen/Qwen3-0.6B', tp_size=2, context_length=4096, "
+         "page_size=1, kv_cache_dtype='auto', disable_radix_cache=False, max_running_requests=None)",
+         ("sglang", None, "Qwen/Qwen3-0.6B", {"context": "4096", "kv_dtype": "auto", "tensor_parallel": 2, "block_size": 1})),
+        ("vllm serve Qwen/Qwen3-8B --hf-overrides.num_key_value_heads 4 -O3",
+         ("vllm", None, "Qwen/Qwen3-8B", {"overrides": '{"num_key_value_heads": 4}'})),
+    ],
+)  # fmt: skip
+def test_manifests_charts_and_logs(text: str, expected: tuple[object, ...]) -> None:
+    assert settings(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n" * 190_000, "# a\n" * 45_000, "–" * 190_000, "a=(" * 60_000, '[ "' * 60_000, "A=1;" * 45_000,
+     "vllm serve x " + "${A} " * 30_000, "vllm serve x " + '"a b" ' * 30_000],
+)  # fmt: skip
+def test_long_pastes_take_no_time(text: str) -> None:
+    begun = time.monotonic()
+    with contextlib.suppress(UsageError):
+        commandline.read(text)
+    assert time.monotonic() - begun < 5
+
+
 def test_llama_cpp() -> None:
     text = "llama-server -m ./Qwen3-8B-Q4_K_M.gguf -c 32768 -np 4 -ctk q8_0 -ctv q8_0 -fa -ngl 99 --jinja"
     expected = {"context": "32768", "slots": 4, "k_dtype": "q8_0", "v_dtype": "q8_0", "flash_attention": True}
@@ -156,6 +282,7 @@ def test_what_ifs_of_the_engine(kvctl: Run) -> None:
         ("vllm serve 'x", None, "quotation mark"),
         ("vllm serve m --tensor-paralel-size 4", None, "no flag --tensor-paralel-size"),
         ("vllm serve m --tensor-parallel-size $TP", None, "a shell would replace"),
+        ("vllm serve $MODEL", None, "a shell would replace"),
         ("vllm serve m --tensor-parallel-size", None, "has no value"),
         ("vllm serve m --tensor-parallel-size four", None, "not a whole number"),
         ("vllm serve m --hf-overrides [1]", None, "no JSON object"),

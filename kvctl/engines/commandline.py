@@ -1,6 +1,6 @@
 """Pasted command lines: how somebody starts an engine, in the shell, in Docker or in Kubernetes.
 
-`read` finds the engine, its version, the model and the flags that change memory. Flags that do
+`pasted` finds the words of the command, `programs` what it starts. `read` finds the engine, its version, the model and the flags that change memory. Flags that do
 not are passed over; which of an engine's flags take a value is data (data/engine_flags.json),
 so that a misspelt one is told from one that does not matter here.
 """
@@ -8,12 +8,13 @@ so that a misspelt one is told from one that does not matter here.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvctl.engines import config_files
 from kvctl.engines.flags import BYTES, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
+from kvctl.engines.pasted import command, docker_variables
+from kvctl.engines.programs import ONE_SLOT, engine_of_variables, program
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
@@ -21,7 +22,7 @@ _LONGEST = 200_000
 
 # Settings that every command of kvctl has an option for; spelled as the engines do.
 COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "vllm": {"model": ("--model",), "revision": ("--revision",), "context": ("--max-model-len",), "dtype": ("--dtype",),
+    "vllm": {"model": ("--model", "--model-id"), "revision": ("--revision",), "context": ("--max-model-len",), "dtype": ("--dtype",),
              "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--hf-overrides",)},
     "sglang": {"model": ("--model-path", "--model"), "revision": ("--revision",), "context": ("--context-length",),
                "dtype": ("--dtype",), "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--json-model-override-args",)},
@@ -48,28 +49,6 @@ UNCOUNTED: Mapping[str, tuple[str, ...]] = {
     "vllm": ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
 }
 
-# What starts an engine: program, what must follow it, engine.
-_PROGRAMS = (
-    ("vllm", ("serve", "bench", "chat", "complete"), "vllm"),
-    ("sglang", ("serve",), "sglang"),
-    ("llama-server", (), "llama.cpp"),
-    ("llama-cli", (), "llama.cpp"),
-    ("llama-completion", (), "llama.cpp"),
-    ("llama-server.exe", (), "llama.cpp"),
-    ("llama-cli.exe", (), "llama.cpp"),
-    ("trtllm-serve", (), "tensorrt-llm"),
-    ("ollama", ("serve", "run"), "ollama"),
-    ("transformers", ("serve",), "transformers"),
-)
-_MODULES = (("vllm.entrypoints.", "vllm"), ("sglang.launch_server", "sglang"), ("sglang.srt.", "sglang"),
-            ("llama_cpp.server", "llama.cpp"))  # fmt: skip
-_IMAGE = re.compile(
-    r"(?:[\w.-]+(?::\d+)?/)*(?:(?P<vllm>vllm-openai|vllm)|(?P<sglang>sglang)|(?P<llama>llama\.cpp)|(?P<ollama>ollama)"
-    r"|tensorrt-llm/(?P<trt>release))(?:-\w+)?(?::(?P<tag>[\w.-]+))?(?:@sha256:[0-9a-f]+)?"
-)
-_OF_IMAGE = {"vllm": "vllm", "sglang": "sglang", "llama": "llama.cpp", "ollama": "ollama", "trt": "tensorrt-llm"}
-_TAG = re.compile(r"v?(\d+\.\d+(?:\.\d+)?)(?:[.-].*|)|(?:.*-)?(b\d{3,6})")
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _UNSET = re.compile(r"\$\{?\w+|\$\(|\{\{")
 
@@ -95,9 +74,9 @@ def read(text: str, engine: str | None = None) -> Started:
     """
     if len(text) > _LONGEST:
         raise UsageError("--engine-args is too long to be a command line")
-    words, environment, image = _words(text)
-    environment |= _docker_variables(words)
-    found, version, words = _program(words, image)
+    pasted = command(text)
+    started = program(pasted.words, pasted.image)
+    found = started.engine if started is not None else engine_of_variables(list(pasted.environment))
     if found is None and engine is None:
         raise UsageError("--engine-args: no engine's command in it",
                          hint="paste all of it (vllm serve …, llama-server …), or name the engine with --engine")  # fmt: skip
@@ -108,186 +87,10 @@ def read(text: str, engine: str | None = None) -> Started:
     if name not in COMMON:
         raise UsageError(f"--engine-args: {name} has no command line of its own",
                          hint="it is for " + ", ".join(COMMON))  # fmt: skip
-    return _Reader(name, version).read(words, environment)
-
-
-# -- words ----------------------------------------------------------------------------------
-
-
-def _words(text: str) -> tuple[list[str], dict[str, str], str | None]:
-    """Words of the command, variables set for it, and the image it runs in."""
-    stripped = text.strip()
-    if not stripped:
-        raise UsageError("--engine-args is empty", hint="""--engine-args "vllm serve MODEL --max-model-len 32768\"""")
-    if stripped.startswith(("[", "- ")) or re.search(r"(?m)^\s*(- )?(args|command|image|apiVersion):", stripped):
-        return _from_manifest(stripped)
-    joined = re.sub(r"[\\^`][ \t]*\r?\n", " ", stripped)
-    lexer = shlex.shlex(joined, posix=True, punctuation_chars=";|&<>")
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    try:
-        words = list(lexer)
-    except ValueError:
-        raise UsageError("--engine-args: a quotation mark is not closed in it") from None
-    commands: list[list[str]] = [[]]
-    skip = False
-    for word in words:
-        if word and set(word) <= set(";|&<>"):
-            if "<" in word or ">" in word:
-                skip = True
-            else:
-                commands.append([])
-        elif skip:
-            skip = False
-        else:
-            commands[-1].append(word)
-    environment: dict[str, str] = {}
-    chosen: list[str] = []
-    for command in commands:
-        rest = list(command)
-        while rest and (
-            _ASSIGNMENT.fullmatch(rest[0]) or rest[0] in ("export", "env", "sudo", "exec", "nohup", "time")
-        ):
-            name, equals, value = rest.pop(0).partition("=")
-            if equals:
-                environment[name] = value
-        if rest and (not chosen or _program(rest, None)[0] is not None):
-            chosen = rest
-    if (
-        chosen
-        and chosen[0] in ("bash", "sh", "/bin/bash", "/bin/sh")
-        and any(w.startswith("-") and w.endswith("c") for w in chosen[1:-1])
-    ):
-        inner, more, image = _words(chosen[-1])
-        return inner, environment | more, image
-    return chosen, environment, None
-
-
-def _from_manifest(text: str) -> tuple[list[str], dict[str, str], str | None]:
-    """A list of arguments, or a Kubernetes manifest with containers in it."""
-    import yaml
-
-    try:
-        documents = [item for item in yaml.safe_load_all(text) if item is not None]
-    except (yaml.YAMLError, RecursionError, ValueError):
-        raise UsageError("--engine-args: looks like a list or a manifest, and is no valid YAML") from None
-    if (
-        len(documents) == 1
-        and isinstance(documents[0], list)
-        and all(isinstance(x, (str, int, float)) for x in documents[0])
-    ):
-        return _unwrapped([str(word) for word in documents[0]], {}, None)
-    found = []
-    for container in _containers(documents, 0):
-        words = [str(word) for key in ("command", "args") for word in _listed(container.get(key))]
-        image = container.get("image")
-        found.append(_unwrapped(words, _variables(container), image if isinstance(image, str) else None))
-        if _program(found[-1][0], found[-1][2])[0] is not None:
-            return found[-1]
-    if len(found) == 1:
-        return found[0]
-    raise UsageError("--engine-args: no container in it starts an engine that kvctl knows")
-
-
-def _variables(container: Mapping[str, Any]) -> dict[str, str]:
-    """Environment of a container: Kubernetes' env, Compose's environment."""
-    out: dict[str, str] = {}
-    for item in _listed(container.get("env")) if isinstance(container.get("env"), list) else ():
-        if isinstance(item, Mapping) and "name" in item and "value" in item:
-            out[str(item["name"])] = str(item["value"])
-    more = container.get("environment")
-    if isinstance(more, Mapping):
-        out |= {str(name): str(value) for name, value in more.items()}
-    elif isinstance(more, list):
-        out |= _assignments(str(item) for item in more)
-    return out
-
-
-def _assignments(words: Iterable[str]) -> dict[str, str]:
-    pairs = (word.partition("=") for word in words)
-    return {name: value for name, equals, value in pairs if equals}
-
-
-def _docker_variables(words: Sequence[str]) -> dict[str, str]:
-    """What docker run's -e sets."""
-    out: list[str] = []
-    for index, word in enumerate(words):
-        if word in ("-e", "--env"):
-            out += words[index + 1 : index + 2]
-        elif word.startswith("--env="):
-            out.append(word.removeprefix("--env="))
-    return _assignments(out)
-
-
-def _unwrapped(
-    words: list[str], environment: dict[str, str], image: str | None
-) -> tuple[list[str], dict[str, str], str | None]:
-    """The same without a shell around it."""
-    if (
-        len(words) >= 3
-        and words[0].rpartition("/")[2] in ("bash", "sh")
-        and words[1].startswith("-")
-        and "c" in words[1]
-    ):
-        inner, more, _ = _words(words[2])
-        return inner, environment | more, image
-    return words, environment, image
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else shlex.split(value) if isinstance(value, str) else ()
-
-
-def _containers(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Everything in a manifest that has args or a command."""
-    if depth > 20:
-        return
-    if isinstance(value, Mapping):
-        if isinstance(value.get("args"), (list, str)) or isinstance(value.get("command"), (list, str)):
-            yield value
-        for inner in value.values():
-            yield from _containers(inner, depth + 1)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _containers(inner, depth + 1)
-
-
-def _program(words: list[str], image: str | None) -> tuple[str | None, str | None, list[str]]:
-    """Engine and version of a command, and the words after what starts it."""
-    engine = version = None
-    start = 0
-    if image is not None:
-        engine, version = _from_image(image)
-    for index, word in enumerate(words):
-        name = word.rpartition("/")[2]
-        for program, follows, owner in _PROGRAMS:
-            if name == program and (not follows or (index + 1 < len(words) and words[index + 1] in follows)):
-                return owner, version if owner == engine else None, _after(words, index + 1 + bool(follows), owner)
-        if word == "-m" and index + 1 < len(words):
-            for module, owner in _MODULES:
-                if words[index + 1].startswith(module):
-                    return owner, version if owner == engine else None, words[index + 2 :]
-        if engine is None and index and not word.startswith(("-", "/", ".", "~")):
-            engine, version = _from_image(word)
-            if engine is not None:
-                start = index + 1
-    return engine, version, words[start:]
-
-
-def _after(words: list[str], index: int, owner: str) -> list[str]:
-    # trtllm-serve takes its subcommand or none.
-    if owner == "tensorrt-llm" and words[index : index + 1] == ["serve"]:
-        index += 1
-    return words[index:]
-
-
-def _from_image(word: str) -> tuple[str | None, str | None]:
-    match = _IMAGE.fullmatch(word)
-    if match is None or ("/" not in word and ":" not in word):
-        return None, None
-    engine = next(_OF_IMAGE[name] for name in _OF_IMAGE if match[name])
-    tag = _TAG.fullmatch(match["tag"] or "")
-    return engine, (tag[1] or tag[2]) if tag else None
+    environment = pasted.environment | docker_variables(pasted.words)
+    reader = _Reader(name, started.version if started is not None else None)
+    words = started.rest if started is not None else pasted.words
+    return reader.read(words, environment, slots=1 if started is not None and started.name in ONE_SLOT else None)
 
 
 # -- flags ----------------------------------------------------------------------------------
@@ -309,8 +112,11 @@ class _Reader:
     def _spellings(self, flag: Flag) -> tuple[str, ...]:
         return (*flag.names.get(self.engine, ()), *(flag.off if self.engine in flag.engines else ()))
 
-    def read(self, words: Sequence[str], environment: Mapping[str, str]) -> Started:
+    def read(self, words: Sequence[str], environment: Mapping[str, str], slots: int | None = None) -> Started:
+        """`slots`: those of the program, where it is not told."""
         positional: list[str] = []
+        if slots is not None:
+            self._take("--parallel", str(slots))
         for name, value in self._environment(environment):
             self._take(name, value)
         queue = self._with_files(words)
@@ -387,7 +193,7 @@ class _Reader:
             self.given[flag.key] = given(flag, name, on)
         elif flag is not None and value is not None:
             self.given[flag.key] = Given(flag, name, value_of(self.engine, flag, value, name))
-        elif inner and base in self.flags and self.flags[base].kind is OBJECT and value is not None:
+        elif inner and value is not None and self._is_object(base):
             self.objects.setdefault(base, {})[inner] = _scalar(value)
         elif name in self.common and value is not None:
             self.settings[self.common[name]] = value
@@ -396,10 +202,14 @@ class _Reader:
         elif base not in self.switches and base not in self.values:
             self._unknown(name)
 
+    def _is_object(self, name: str) -> bool:
+        """Whether a flag takes JSON, whose keys may be given one by one: --speculative-config.method."""
+        return self.common.get(name) == "overrides" or (name in self.flags and self.flags[name].kind is OBJECT)
+
     def _unknown(self, name: str) -> None:
         import difflib
 
-        if not self.values:
+        if not self.values or re.fullmatch(r"-O\d", name):
             return
         known = (*self.flags, *self.common)
         near = difflib.get_close_matches(name, known, 1, 0.84) if name.startswith("--") else []
@@ -408,18 +218,23 @@ class _Reader:
         self.notes.append(f"{name[:60]} is no flag of {self.engine} that kvctl knows: passed over")
 
     def _started(self, positional: Sequence[str]) -> Started:
-        for name, value in self.objects.items():
-            flag = self.flags[name]
-            import json
+        import json
 
-            self.given[flag.key] = given(flag, name, json.dumps(value))
         settings = self.settings
+        for name, value in self.objects.items():
+            if name in self.flags:
+                self.given[self.flags[name].key] = given(self.flags[name], name, json.dumps(value))
+            else:
+                settings[self.common[name]] = json.dumps(value)
         model = settings.pop("model", None)
         repo, file = settings.pop("repo", None), settings.pop("file", None)
         if model is None and repo is not None:
             model = f"{repo}/{file}" if file else repo
         if model is None and positional and self.engine in ("vllm", "tensorrt-llm", "ollama", "transformers"):
             model = positional[0]
+        if model is not None and _UNSET.search(model):
+            raise UsageError(f"--engine-args: the model is {model[:40]!r}, which a shell would replace",
+                             hint="put its name there")  # fmt: skip
         return Started(self.engine, self.version, model, settings, tuple(self.given.values()), tuple(self.notes))
 
 

@@ -1,0 +1,283 @@
+"""From a pasted text to the words of one command: shells, Windows, systemd units, Dockerfiles, Python calls.
+
+What it takes for granted: a text may hold more than the command (comments, prompts, exports before it, other
+commands), and characters that a web page or a chat has put in place of quotation marks and dashes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvctl.engines import manifests
+from kvctl.engines.manifests import Pasted, assignments, flags_of
+from kvctl.engines.programs import program
+from kvctl.errors import UsageError
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_PREFIXES = ("export", "env", "sudo", "exec", "nohup", "time", "set", "then", "do", "else", "{", "(")
+_TYPOGRAPHY = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "\u00a0": " ", "\u2212": "–"})
+_DASHES = re.compile(r"(?<![^\s\"'])[-–—]{1,3}(?=[A-Za-z])")
+_CONTINUED = re.compile(r"[\\^`]+[ \t]*(\r?\n|\Z)")
+_PROMPT = re.compile(r"^[ \t]*(PS )?[A-Za-z]:\\[^>\n]*>[ \t]*", re.MULTILINE)
+_WINDOWS = re.compile(r"\.exe\b|[`^][ \t]*\r?\n|(?<![\w/])[A-Za-z]:\\|(?<![\w.])\.{1,2}\\\w")
+_UNIT = re.compile(r"^[ \t]*(ExecStart|Environment)=", re.MULTILINE)
+_DOCKERFILE = re.compile(r"^[ \t]*(?:ENTRYPOINT|CMD)[ \t]+(\[.*?\])", re.MULTILINE | re.DOTALL)
+_ARRAY = re.compile(r"(?:^|;)[ \t]*(?:declare -a |local )?(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
+_CALL = re.compile(r"(non-default args: |\b(?:LLM|AsyncEngineArgs|EngineArgs|ServerArgs|Engine))(?=[({])")
+_NEXT = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*([ \t]*)(-?)")
+_NEXT_PLAIN = re.compile(r"(?:[ \t]*\r?\n)*([ \t]*)(-?)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)|\$\((\w+)\)|%(\w+)%")
+
+
+def command(text: str) -> Pasted:
+    """The command of a pasted text that starts an engine, or its first one."""
+    stripped = re.sub(r"^[ \t]*```.*$", "", text.translate(_TYPOGRAPHY), flags=re.MULTILINE).strip()
+    stripped = _DASHES.sub(_dashes, stripped)
+    if not stripped:
+        raise UsageError("--engine-args is empty", hint="""--engine-args "vllm serve MODEL --max-model-len 32768\"""")
+    if (called := _python(stripped)) is not None:
+        return called
+    if _UNIT.search(stripped):
+        return _chosen([_unit(stripped)])
+    if lists := _DOCKERFILE.findall(stripped):
+        return _chosen(
+            [Pasted([word for text in lists for item in manifests.commands(text) for word in item.words], {})]
+        )
+    if manifests.looks_like(stripped):
+        found = [_unwrapped(one) for one in manifests.commands(stripped)]
+        chosen = _chosen(found)
+        if len(found) != 1 and program(chosen.words, chosen.image) is None:
+            raise UsageError("--engine-args: no container in it starts an engine that kvctl knows")
+        return chosen
+    return _shell(stripped)
+
+
+def _dashes(match: re.Match[str]) -> str:
+    """Two dashes that became one long one; short names had one."""
+    if match[0].isascii():
+        return match[0]
+    return "--" if re.match(r"[\w-]{3}", match.string[match.end() : match.end() + 3]) else "-"
+
+
+def _chosen(found: Sequence[Pasted]) -> Pasted:
+    """The first that starts an engine, its variables put in place."""
+    first = next((one for one in found if program(one.words, one.image) is not None), None)
+    one = first or (found[0] if found else Pasted([], {}))
+    words = [word for text in one.words for word in _substituted(text, one.environment)]
+    return one.replace(words=words)
+
+
+def _substituted(word: str, environment: dict[str, str]) -> list[str]:
+    """A word with the variables that the text itself sets."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3] or match[4] or match[5]
+        return environment.get(name, match[0] if match[2] is None else match[2])
+
+    out = _VARIABLE.sub(value, word)
+    if out != word and _VARIABLE.fullmatch(word) and any(letter.isspace() for letter in out):
+        return shlex.split(out)
+    return [out]
+
+
+# -- shells ---------------------------------------------------------------------------------
+
+
+def _shell(text: str) -> Pasted:
+    windows = _WINDOWS.search(text) is not None
+    prepared = _PROMPT.sub("", text)
+    prepared = re.sub(r"(?i)\$env:(\w+)[ \t]*=[ \t]*", r"\1=", prepared)
+    prepared = _CONTINUED.sub(" ", prepared) if windows else re.sub(r"[\\^`][ \t]*(\r?\n|\Z)", " ", prepared)
+    found = _commands(_lines(prepared, windows, comments=True), windows)
+    if not any(program(one.words, one.image) for one in found):
+        # A # may have been the prompt.
+        found += _commands(_lines(prepared, windows, comments=False), windows)
+    if not any(program(one.words, one.image) for one in found):
+        found += _quoted_lists(text)
+    return _chosen(found)
+
+
+def _lines(text: str, windows: bool, *, comments: bool) -> str:
+    """One line: comments left out, ends of commands marked, arrays put where they are used."""
+    out: list[str] = []
+    quote, index, indent = "", 0, len(text) - len(text.lstrip(" \t"))
+    while index < len(text):
+        letter = text[index]
+        escaped = letter == "\\" and not windows and quote != "'"
+        if escaped:
+            out.append(text[index : index + 2])
+            index += 2
+            continue
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif comments and letter == "#" and (index == 0 or text[index - 1].isspace()):
+            end = text.find("\n", index)
+            index = len(text) if end < 0 else end
+            continue
+        elif letter == "\n":
+            following = (_NEXT if comments else _NEXT_PLAIN).match(text, index + 1)
+            assert following is not None
+            goes_on = following[2] == "-" or len(following[1]) > indent
+            out.append(" " if goes_on else "\n")
+            indent = indent if goes_on else len(following[1])
+            index = following.start(1)
+            continue
+        out.append(letter)
+        index += 1
+    joined = "".join(out)
+    arrays = {match[1]: match[2] for match in _ARRAY.finditer(joined)}
+    joined = _ARRAY.sub("", joined)
+    for name, content in arrays.items():
+        for use in (f'"${{{name}[@]}}"', f"${{{name}[@]}}", f"${{{name}[*]}}"):
+            joined = joined.replace(use, content.replace("\n", " "))
+    return joined
+
+
+def _commands(text: str, windows: bool) -> list[Pasted]:
+    """Every command, with the variables set up to it."""
+    environment: dict[str, str] = {}
+    out = []
+    for words in _split(text, windows):
+        while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0].lower() in _PREFIXES):
+            environment |= assignments([words.pop(0)])
+        if words:
+            out.append(_unwrapped(Pasted(words, dict(environment))))
+    return out or [Pasted([], environment)]
+
+
+def _split(text: str, windows: bool) -> Iterator[list[str]]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";|&<>\n")
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    if windows:
+        lexer.escape = ""
+    try:
+        words = list(lexer)
+    except ValueError:
+        raise UsageError("--engine-args: a quotation mark is not closed in it") from None
+    current: list[str] = []
+    skip = False
+    for word in words:
+        if word and set(word) <= set(";|&<>\n"):
+            # What follows < or > is a file.
+            skip = ("<" in word or ">" in word) and not word.endswith("\n")
+            if not skip or "\n" in word:
+                yield current
+                current = []
+        elif skip:
+            skip = False
+        else:
+            current.append(word)
+    yield current
+
+
+def _unwrapped(one: Pasted) -> Pasted:
+    """The command within bash -c, docker exec, tmux and their like."""
+    outer = program(one.words, one.image)
+    if outer is not None and outer.name:
+        return one
+    environment = one.environment | docker_variables(one.words)
+    for word in one.words:
+        if any(letter.isspace() for letter in word):
+            try:
+                inner = _shell(word)
+            except UsageError:
+                continue
+            if program(inner.words, None) is not None:
+                image = one.image or next((name for name in one.words if outer and program(["", name], None)), None)
+                words = [part for text in inner.words for part in _substituted(text, environment)]
+                return Pasted(words, environment | inner.environment, image)
+    return one
+
+
+def docker_variables(words: Sequence[str]) -> dict[str, str]:
+    """What docker run's -e sets."""
+    out: list[str] = []
+    for index, word in enumerate(words):
+        if word in ("-e", "--env"):
+            out += words[index + 1 : index + 2]
+        elif word.startswith("--env="):
+            out.append(word.removeprefix("--env="))
+    return assignments(out)
+
+
+# -- other texts ----------------------------------------------------------------------------
+
+
+def _unit(text: str) -> Pasted:
+    """A systemd unit, or a drop-in with its environment alone."""
+    environment: dict[str, str] = {}
+    words: list[str] = []
+    for line in _CONTINUED.sub(" ", text).splitlines():
+        key, equals, value = line.strip().partition("=")
+        try:
+            if equals and key == "Environment":
+                environment |= assignments(shlex.split(value))
+            elif equals and key == "ExecStart" and value:
+                words = shlex.split(value.lstrip("-@+!:"))
+        except ValueError:
+            raise UsageError("--engine-args: a quotation mark is not closed in it") from None
+    return _unwrapped(Pasted(words, environment))
+
+
+def _python(text: str) -> Pasted | None:
+    """LLM(...), ServerArgs(...) and kin: as code has them, or as a start-up log prints them."""
+    match = _CALL.search(text)
+    if match is None or "tensorrt_llm" in text:
+        return None
+    expression = _balanced(text[match.end() :])
+    try:
+        node = ast.parse("f" + expression if expression.startswith("(") else expression, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    settings: dict[str, Any] = {}
+    if isinstance(node, ast.Call):
+        pairs = [(item.arg, item.value) for item in node.keywords] + [("model", item) for item in node.args[:1]]
+    elif isinstance(node, ast.Dict):
+        pairs = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
+    else:
+        return None
+    for name, value in pairs:
+        try:
+            settings[str(name)] = ast.literal_eval(value)
+        except (ValueError, TypeError, SyntaxError, RecursionError):
+            continue  # an object of the engine's own
+    model = settings.pop("model_tag", None)
+    settings = ({"model": model} if model is not None else {}) | settings
+    ours = match[1] in ("ServerArgs", "Engine")
+    return Pasted([*(("sglang", "serve") if ours else ("vllm", "serve")), *flags_of(settings)], {})
+
+
+def _quoted_lists(text: str) -> Iterator[Pasted]:
+    """Lists of words in code: subprocess.Popen(["vllm", "serve", ...])."""
+    for match in list(re.finditer(r"\[\s*[\"']", text))[:20]:
+        try:
+            words = ast.literal_eval(_balanced(text[match.start() :]))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        if isinstance(words, list) and all(isinstance(word, (str, int, float)) for word in words):
+            yield Pasted([str(word) for word in words], {})
+
+
+def _balanced(text: str) -> str:
+    """The text up to the bracket that closes its first one."""
+    depth, quote = 0, ""
+    for index, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote and text[index - 1] != "\\" else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+            if not depth:
+                return text[: index + 1]
+    return text
