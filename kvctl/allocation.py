@@ -100,6 +100,9 @@ class Serving(Record):
     """Layers of a draft model (EAGLE, MTP) that keep a cache beside the model's."""
     draft_tokens: int | None = None
     """Tokens that speculative decoding verifies in one step."""
+    draft_key: str | None = None
+    """What the keys of a draft's cache are stored in, in the engine's word."""
+    draft_value: str | None = None
     swa_ratio: float | None = None
     """Tokens of a windowed layer for each token of a full one."""
     mamba_ratio: float | None = None

@@ -40,6 +40,8 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
         "LLAMA_ARG_MODEL": "-m", "LLAMA_ARG_HF_REPO": "-hf", "LLAMA_ARG_HF_FILE": "-hff", "LLAMA_ARG_CTX_SIZE": "-c",
         "LLAMA_ARG_N_PARALLEL": "-np", "LLAMA_ARG_CACHE_TYPE_K": "-ctk", "LLAMA_ARG_CACHE_TYPE_V": "-ctv",
         "LLAMA_ARG_UBATCH": "-ub", "LLAMA_ARG_BATCH": "-b", "LLAMA_ARG_FLASH_ATTN": "-fa", "LLAMA_ARG_KV_UNIFIED": "-kvu",
+        "LLAMA_ARG_SPEC_TYPE": "--spec-type", "LLAMA_ARG_SPEC_DRAFT_N_MAX": "--spec-draft-n-max",
+        "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K": "-ctkd", "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V": "-ctvd",
         "LLAMA_ARG_SWA_FULL": "--swa-full", "LLAMA_ARG_NO_KV_OFFLOAD": "-nkvo",
     },
 }  # fmt: skip
@@ -48,6 +50,11 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 UNCOUNTED: Mapping[str, tuple[str, ...]] = {
     "vllm": ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
 }
+
+_BESIDE = {
+    "llama.cpp": ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")
+}
+"""Flags that name a draft model, which kvctl does not size."""
 
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _UNSET = re.compile(r"\$\{?\w+|\$\(|\{\{")
@@ -201,10 +208,16 @@ class _Reader:
             self.notes.append(f"{name} changes what the cache takes, and kvctl does not count it: passed over")
         elif base not in self.switches and base not in self.values:
             self._unknown(name)
+        self._beside(name)
 
     def _is_object(self, name: str) -> bool:
         """Whether a flag takes JSON, whose keys may be given one by one: --speculative-config.method."""
         return self.common.get(name) == "overrides" or (name in self.flags and self.flags[name].kind is OBJECT)
+
+    def _beside(self, name: str) -> None:
+        """Says what has a cache that is not counted."""
+        if name in _BESIDE.get(self.engine, ()):
+            self.notes.append(f"{name} names a draft model: its own cache comes beside this")
 
     def _unknown(self, name: str) -> None:
         import difflib

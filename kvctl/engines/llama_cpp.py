@@ -12,6 +12,7 @@ from __future__ import annotations
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import llama_cpp_log as log
 from kvctl.engines.llama_cpp_builds import Rules, rules, unsure
+from kvctl.engines.llama_cpp_drafts import drafted
 from kvctl.engines.llama_cpp_storage import Cache, Storage, latents, storage, uneven, windowed
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
@@ -109,7 +110,12 @@ def plan(
     laid = _layout(by, spec, context, serving)
     stored = storage(spec, fmt, by, flash=laid.flash)
     laid = _apart(laid, stored)
+    types = (kv_dtype(serving.draft_key or "f16", "--spec-draft-type-k"),
+             kv_dtype(serving.draft_value or "f16", "--spec-draft-type-v"))  # fmt: skip
+    stored, said = drafted(stored, spec, by, serving, types)
+    warnings += said
     groups, lines = [], []
+    ahead: list[str] = []
     total = 0
     for cache in stored.caches:
         cells = _cells(cache, laid, stored, serving)
@@ -118,16 +124,21 @@ def plan(
             GroupRow(cache.kind, cache.layers, laid.pad, laid.pad * cache.row, cells * laid.streams // laid.pad)
         )
         if not by.one_cache:
+            line = log.sized(by, cache, cells, laid.streams, laid.slots, fmt)
+            if cache.drafts:
+                ahead.append(line)
+                continue
             lines += log.created(by, stored, cache, max(1, -(-laid.cells // cache.ratio)) if cache.ratio > 1 else cells)
-            lines.append(log.sized(by, cache, cells, laid.streams, laid.slots, fmt))
+            lines.append(line)
     total += stored.state * laid.slots
     for tail in stored.compressors:
         groups.append(GroupRow("compressor_state", tail.layers, 0, tail.bytes, laid.slots))
         lines.append(log.compressor(tail, laid.slots))
-    if state := stored.shift_bytes + stored.state_bytes:
+    if state := (stored.shift_bytes + stored.state_bytes) * (1 + stored.snapshots):
         groups.append(GroupRow("recurrent_state", stored.recurrent_layers, 0, state, laid.slots))
         if not by.one_cache:
             lines.append(log.recurrent(by, stored, laid.slots, len(spec.layers)))
+    lines += ahead
     if by.one_cache:
         lines.append(log.self_size(by, stored, laid.cells, laid.slots, fmt))
     block = laid.pad * sum(cache.row for cache in stored.caches if not cache.reach)
@@ -177,7 +188,10 @@ def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> li
                 f"windows hold {times}{cache.reach:,} + {_room(serving, laid):,} tokens of a batch: {cells:,} cells"
             )
     if stored.shift_bytes or stored.state_bytes:
-        reasons.append(f"recurrent states are float32, one for each of {plural(laid.slots, 'slot')}")
+        copies = f"{1 + stored.snapshots} for each" if stored.snapshots else "one for each"
+        reasons.append(f"recurrent states are float32, {copies} of {plural(laid.slots, 'slot')}")
+    if drafts := sum(cache.layers for cache in stored.caches if cache.drafts):
+        reasons.append(f"{plural(drafts, 'draft layer')} with a cache as long as the model's")
     if stored.compressors and laid.slots > 1:
         reasons.append("slots of compressed attention share no cells: each has a cache of its own")
     if stored.full_windows:

@@ -44,17 +44,19 @@ def sized(rules: Rules, cache: Cache, cells: int, streams: int, slots: int, fmt:
     """What a cache takes."""
     k, v = (cells * streams * row for row in (cache.k_row, cache.v_row))
     sequences = f"{slots:2d}/{streams}" if rules.streams else f"{slots:2d}"
+    names = cache.drafts or (fmt.key.name, fmt.value.name)
     return (
         f"{rules.name}: size = {_mib(k + v)} ({cells:6d} cells, {cache.layers:3d} layers, {sequences} seqs), "
-        f"K ({fmt.key.name}): {_mib(k)}, V ({fmt.value.name}): {_mib(v)}"
+        f"K ({names[0]}): {_mib(k)}, V ({names[1]}): {_mib(v)}"
     )
 
 
 def recurrent(rules: Rules, storage: Storage, slots: int, layers: int) -> str:
     """What the states of all slots take; the line counts all layers of the model."""
-    r, s = storage.shift_bytes * slots, storage.state_bytes * slots
+    copies = slots * (1 + storage.snapshots)
+    r, s = storage.shift_bytes * copies, storage.state_bytes * copies
     kept, last = (
-        ("  0 rs_seq" if rules.recurrent_log else ""),
+        (f" {storage.snapshots:2d} rs_seq" if rules.recurrent_log else ""),
         (f", P (f32): {_mib(0)}" if rules.recurrent_log > 1 else ""),
     )
     return (

@@ -74,6 +74,8 @@ class Cache(Record):
     """Window or chunk; 0 for every token."""
     ratio: int = 1
     """Tokens to a cell."""
+    drafts: tuple[str, str] | None = None
+    """Types of keys and values, where it is that of a draft's context."""
 
     @property
     def row(self) -> int:
@@ -107,13 +109,16 @@ class Storage(Record):
     """Whether windows of the architecture are stored as if there were none."""
     indexed: str = ""
     """What the log calls a cache with an indexer: dsa or msa."""
+    snapshots: int = 0
+    """Earlier states kept beside each one, for drafts that are not accepted."""
     compressors: tuple[Compressor, ...] = ()
     """Those of models that compress: their slots share no cache, even a unified one."""
 
     @property
     def state(self) -> int:
         """Bytes that every slot keeps, whatever the context."""
-        return self.shift_bytes + self.state_bytes + sum(tail.bytes for tail in self.compressors)
+        recurrent = (self.shift_bytes + self.state_bytes) * (1 + self.snapshots)
+        return recurrent + sum(tail.bytes for tail in self.compressors)
 
 
 def latents(spec: ModelSpec) -> bool:

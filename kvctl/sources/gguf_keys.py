@@ -86,6 +86,7 @@ def base(keys: Keys) -> Config:
         raise ConfigError(f"{keys.where}: no layers are left beside nextn_predict_layers {ahead}")
     return {
         "num_hidden_layers": layers,
+        **({"num_nextn_predict_layers": ahead} if ahead else {}),
         "hidden_size": keys.number("embedding_length"),
         "max_position_embeddings": keys.number("context_length"),
         "torch_dtype": "float16",
