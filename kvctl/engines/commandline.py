@@ -46,15 +46,24 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 
-# Flags that change what the cache takes, and that no option of kvctl stands for.
-UNCOUNTED: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
-}
-
 _BESIDE = {
-    "llama.cpp": ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")
-}
-"""Flags that name a draft model, which kvctl does not size."""
+    "vllm": dict.fromkeys(
+        ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
+        "changes what the cache takes, and kvctl does not count it: passed over",
+    ),
+    "llama.cpp": dict.fromkeys(
+        ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
+        "names a draft model, whose own cache comes beside this",
+    ),
+    "sglang": {
+        "--speculative-draft-kv-cache-dtype": "stores draft layers in a type of their own; they are counted in the model's",
+        "--attention-context-parallel-size": "leaves fewer ranks to split heads over, which is not counted",
+        "--attn-cp-size": "leaves fewer ranks to split heads over, which is not counted",
+        "--enable-int8-mamba-checkpoint": "stores kept states in 8 bits, which is not counted",
+        "--enable-hisparse": "keeps part of the cache in host memory, which is not counted",
+    },
+}  # fmt: skip
+"""Flags that change memory in ways that kvctl does not plan."""
 
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _UNSET = re.compile(r"\$\{?\w+|\$\(|\{\{")
@@ -204,9 +213,7 @@ class _Reader:
             self.objects.setdefault(base, {})[inner] = _scalar(value)
         elif name in self.common and value is not None:
             self.settings[self.common[name]] = value
-        elif name in UNCOUNTED.get(self.engine, ()):
-            self.notes.append(f"{name} changes what the cache takes, and kvctl does not count it: passed over")
-        elif base not in self.switches and base not in self.values:
+        elif base not in self.switches and base not in self.values and name not in _BESIDE.get(self.engine, {}):
             self._unknown(name)
         self._beside(name)
 
@@ -215,9 +222,9 @@ class _Reader:
         return self.common.get(name) == "overrides" or (name in self.flags and self.flags[name].kind is OBJECT)
 
     def _beside(self, name: str) -> None:
-        """Says what has a cache that is not counted."""
-        if name in _BESIDE.get(self.engine, ()):
-            self.notes.append(f"{name} names a draft model: its own cache comes beside this")
+        """Says what changes memory and is not counted."""
+        if (effect := _BESIDE.get(self.engine, {}).get(name)) is not None:
+            self.notes.append(f"{name} {effect}")
 
     def _unknown(self, name: str) -> None:
         import difflib
