@@ -27,9 +27,11 @@ _WINDOWS = re.compile(r"\.exe\b|[`^][ \t]*\r?\n|(?<![\w/])[A-Za-z]:\\|(?<![\w.])
 _UNIT = re.compile(r"^[ \t]*(ExecStart|Environment)=", re.MULTILINE)
 _DOCKERFILE = re.compile(r"^[ \t]*(?:ENTRYPOINT|CMD)[ \t]+(\[.*?\])", re.MULTILINE | re.DOTALL)
 _ARRAY = re.compile(r"(?:^|;)[ \t]*(?:declare -a |local )?(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
-_CALL = re.compile(r"(non-default args: |\b(?:LLM|AsyncEngineArgs|EngineArgs|ServerArgs|Engine))(?=[({])")
+_CALL = re.compile(r"(non-default args: |\b(?:LLM|LLMConfig|AsyncEngineArgs|EngineArgs|ServerArgs|Engine))(?=[({])")
 _NEXT = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*([ \t]*)(-?)")
 _NEXT_PLAIN = re.compile(r"(?:[ \t]*\r?\n)*([ \t]*)(-?)")
+_OLLAMA = re.compile(r"\b(OLLAMA_[A-Z_]+):([^\s\]]*)")
+_DEFAULT = re.compile(r"\$\{\w+:?-([^}]*)\}")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)|\$\((\w+)\)|%(\w+)%")
 
 
@@ -41,6 +43,9 @@ def command(text: str) -> Pasted:
         raise UsageError("--engine-args is empty", hint="""--engine-args "vllm serve MODEL --max-model-len 32768\"""")
     if (called := _python(stripped)) is not None:
         return called
+    if "map[" in stripped and (printed := _OLLAMA.findall(stripped)):
+        # Ollama's log prints all of its variables; these stand for "not set".
+        return Pasted([], {name: value for name, value in printed if value not in ("", "0", "false")})
     if _UNIT.search(stripped):
         return _chosen([_unit(stripped)])
     if lists := _DOCKERFILE.findall(stripped):
@@ -48,7 +53,7 @@ def command(text: str) -> Pasted:
             [Pasted([word for text in lists for item in manifests.commands(text) for word in item.words], {})]
         )
     if manifests.looks_like(stripped):
-        found = [_unwrapped(one) for one in manifests.commands(stripped)]
+        found = [_unwrapped(one) for one in manifests.commands(_DEFAULT.sub(r"\1", stripped))]
         chosen = _chosen(found)
         if len(found) != 1 and program(chosen.words, chosen.image) is None:
             raise UsageError("--engine-args: no container in it starts an engine that kvctl knows")
@@ -144,8 +149,12 @@ def _commands(text: str, windows: bool) -> list[Pasted]:
     environment: dict[str, str] = {}
     out = []
     for words in _split(text, windows):
+        aside: list[str] = []
         while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0].lower() in _PREFIXES):
-            environment |= assignments([words.pop(0)])
+            environment |= assignments([words[0]])
+            aside.append(words.pop(0).partition("=")[2])
+        # Nothing but assignments: a line of a log, or a command kept in a variable.
+        words = words or [value for value in aside if " " in value]
         if words:
             out.append(_unwrapped(Pasted(words, dict(environment))))
     return out or [Pasted([], environment)]
@@ -184,17 +193,21 @@ def _unwrapped(one: Pasted) -> Pasted:
     if outer is not None and outer.name:
         return one
     environment = one.environment | docker_variables(one.words)
+    best = one
+    length = -1
     for word in one.words:
         if any(letter.isspace() for letter in word):
             try:
                 inner = _shell(word)
             except UsageError:
                 continue
-            if program(inner.words, None) is not None:
+            # A log names the program in its message, and has the command beside it.
+            started = program(inner.words, None)
+            if started is not None and len(started.rest) > length:
                 image = one.image or next((name for name in one.words if outer and program(["", name], None)), None)
                 words = [part for text in inner.words for part in _substituted(text, environment)]
-                return Pasted(words, environment | inner.environment, image)
-    return one
+                best, length = Pasted(words, environment | inner.environment, image), len(started.rest)
+    return best
 
 
 def docker_variables(words: Sequence[str]) -> dict[str, str]:
@@ -246,13 +259,26 @@ def _python(text: str) -> Pasted | None:
         return None
     for name, value in pairs:
         try:
-            settings[str(name)] = ast.literal_eval(value)
+            settings[str(name)] = _value(value)
         except (ValueError, TypeError, SyntaxError, RecursionError):
             continue  # an object of the engine's own
+    if match[1] == "LLMConfig":
+        loading = settings.get("model_loading_config") or {}
+        settings = {
+            "model_tag": loading.get("model_source") or loading.get("model_id"),
+            **(settings.get("engine_kwargs") or {}),
+        }
     model = settings.pop("model_tag", None)
     settings = ({"model": model} if model is not None else {}) | settings
     ours = match[1] in ("ServerArgs", "Engine")
     return Pasted([*(("sglang", "serve") if ours else ("vllm", "serve")), *flags_of(settings)], {})
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal; dict(name=value) is one here too."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        return {str(item.arg): _value(item.value) for item in node.keywords}
+    return ast.literal_eval(node)
 
 
 def _quoted_lists(text: str) -> Iterator[Pasted]:

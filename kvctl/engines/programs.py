@@ -20,7 +20,7 @@ _PROGRAMS = (
     ("transformers", ("serve",), "transformers"),
 )
 _MODULES = (("vllm.entrypoints.", "vllm"), ("sglang.launch_server", "sglang"), ("sglang.bench_", "sglang"),
-            ("sglang.srt.", "sglang"), ("llama_cpp.server", "llama.cpp"))  # fmt: skip
+            ("sglang.srt.", "sglang"), ("dynamo.vllm", "vllm"), ("dynamo.sglang", "sglang"), ("llama_cpp.server", "llama.cpp"))  # fmt: skip
 _IMAGE = re.compile(
     r"(?:[\w.-]+(?::\d+)?/)*(?:(?P<vllm>vllm-openai|vllm)|(?P<sglang>sglang)|(?P<llama>llama\.cpp)|(?P<ollama>ollama)"
     r"|tensorrt-llm/(?P<trt>release))(?:-\w+)?(?::(?P<tag>[\w.-]+))?(?:@sha256:[0-9a-f]+)?"
