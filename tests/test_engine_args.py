@@ -108,6 +108,12 @@ VLLM_8K = ("vllm", None, "Qwen/Qwen3-8B", SETTINGS)
         "MODEL=Qwen/Qwen3-8B\nTP=2\nvllm serve $MODEL -tp ${TP} --max-model-len ${CTX:-8192}",
         'ARGS="-tp 2 --max-model-len 8192"; vllm serve Qwen/Qwen3-8B $ARGS',
         'args=(\n  -tp 2  # two\n  --max-model-len 8192\n)\nvllm serve Qwen/Qwen3-8B "${args[@]}"',
+        "export MODEL=Qwen/Qwen3-8B \\\nVLLM_X=spawn \\\n#VLLM_DEBUG=1 \\\nuv run vllm serve $MODEL -tp 2 --max-model-len 8192",
+        'MODEL=${NAME:-"Qwen/Qwen3-8B"}\nTP="${TP:-2}"\nvllm serve "$MODEL" -tp "$TP" --max-model-len 8192',
+        "MODEL := Qwen/Qwen3-8B\n\nserve:\n\tvllm serve $(MODEL) -tp 2 \\\n\t\t--max-model-len 8192\n\nstop:\n\tdocker stop x",
+        "cat <<'EOF' | tee /etc/v.yaml\nmodel: Qwen/Qwen3-8B\nmax-model-len: 8192\nEOF\nvllm serve --config /etc/v.yaml -tp 2",
+        # argparse takes a flag's start
+        "vllm serve Qwen/Qwen3-8B --tensor-par 2 --max_model_l=8192 --served-model q",
         # shells in shells
         'docker exec -it node bash -c "export X=1 && vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192"',
         'tmux new-session -d -s v "vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192 2>&1 | tee log"',
@@ -120,6 +126,9 @@ VLLM_8K = ("vllm", None, "Qwen/Qwen3-8B", SETTINGS)
         "llm = LLM(model='Qwen/Qwen3-8B', tensor_parallel_size=2, max_model_len=8192, enforce_eager=True)",
         "[api_utils.py:273] non-default args: {'model_tag': 'Qwen/Qwen3-8B', 'model': 'Qwen/Qwen3-8B', 'max_model_len': 8192, "
         "'attention_config': AttentionConfig(backend=None), 'tensor_parallel_size': 2}",
+        "args: Namespace(subparser='serve', model_tag='Qwen/Qwen3-8B', config='', lora_modules=None, middleware=[], "
+        "config_format=<ConfigFormat.AUTO: 'auto'>, tensor_parallel_size=2, max_model_len=8192, dispatch=<function f at 0x7f>)",
+        "[program:v]\ncommand=/opt/bin/vllm serve Qwen/Qwen3-8B -tp 2\n  --max-model-len %(ENV)s --max-model-len 8192\nautostart=true",
         "model: Qwen/Qwen3-8B\nmax-model-len: 8192\ntensor_parallel_size: 2\nenforce-eager: true",
         "applications:\n- args:\n    llm_configs:\n    - model_loading_config: {model_id: q, model_source: Qwen/Qwen3-8B}\n"
         "      engine_kwargs: {tensor_parallel_size: 2, max_model_len: 8192}",
@@ -201,6 +210,21 @@ servingEngineSpec:
          ("vllm", None, "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
         ("python3 -m dynamo.sglang --model-path Qwen/Qwen3-8B --tp 2 --page-size 16",
          ("sglang", None, "Qwen/Qwen3-8B", {"tensor_parallel": 2, "block_size": 16})),
+        ('job "v" {\n  config {\n    image = "vllm/vllm-openai:v0.10.0"\n    args = [\n      "--model", "Qwen/Qwen3-8B",\n      "-tp", "2",\n    ]\n  }\n}',
+         ("vllm", "0.10.0", "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
+        ('container {\n  image   = "lmsysorg/sglang:v0.5.9"\n  command = ["python3", "-m", "sglang.launch_server"]\n'
+         '  args    = ["--model-path", "Qwen/Qwen3-8B", "--tp", "2"]\n}', ("sglang", "0.5.9", "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
+        ("[Container]\nImage=docker.io/vllm/vllm-openai:v0.10.0\nExec=--model Qwen/Qwen3-8B \\\n  --tensor-parallel-size 2\n[Service]\nRestart=always",
+         ("vllm", "0.10.0", "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
+        ("apptainer instance run --nv /c/vllm-openai_v0.8.3.sif name --model Qwen/Qwen3-8B -tp 2",
+         ("vllm", "0.8.3", "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
+        ("apptainer run --nv docker://vllm/vllm-openai:v0.8.3 --model Qwen/Qwen3-8B -tp 2",
+         ("vllm", "0.8.3", "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
+        ("VERSION := v0.5.9\nrun:\n\tdocker run -it \\\n\tlmsysorg/sglang:$(VERSION) \\\n\tpython3 -m sglang.launch_server \\\n\t--model-path Qwen/Qwen3-8B",
+         ("sglang", "0.5.9", "Qwen/Qwen3-8B", {})),
+        ("cat >./extra.yml <<EOF\nkv_cache_config:\n    dtype: fp8\n    free_gpu_memory_fraction: 0.8\nEOF\n\n"
+         "trtllm-serve Qwen/Qwen3-8B \\\n  --tp_size 2 \\\n  --extra_llm_api_options ./extra.yml",
+         ("tensorrt-llm", None, "Qwen/Qwen3-8B", {"kv_dtype": "fp8", "utilization": 0.8, "tensor_parallel": 2})),
         ("vllm serve Qwen/Qwen3-8B --hf-overrides.num_key_value_heads 4 -O3",
          ("vllm", None, "Qwen/Qwen3-8B", {"overrides": '{"num_key_value_heads": 4}'})),
     ],
@@ -212,7 +236,9 @@ def test_manifests_charts_and_logs(text: str, expected: tuple[object, ...]) -> N
 @pytest.mark.parametrize(
     "text",
     ["\n" * 190_000, "# a\n" * 45_000, "–" * 190_000, "a=(" * 60_000, '[ "' * 60_000, "A=1;" * 45_000,
-     "vllm serve x " + "${A} " * 30_000, "vllm serve x " + '"a b" ' * 30_000],
+     "vllm serve x " + "${A} " * 30_000, "vllm serve x " + '"a b" ' * 30_000,
+     "args = [\n" * 20_000, 'image = "a"\n' * 15_000, "cat >x.json <<A\n" * 12_000, "x <<A\n" * 25_000, "A := b\n" * 25_000,
+     "vllm serve x " + "--unknown-x " * 15_000, "A=1 " * 45_000],
 )  # fmt: skip
 def test_long_pastes_take_no_time(text: str) -> None:
     begun = time.monotonic()

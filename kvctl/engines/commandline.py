@@ -104,7 +104,7 @@ def read(text: str, engine: str | None = None) -> Started:
         raise UsageError(f"--engine-args: {name} has no command line of its own",
                          hint="it is for " + ", ".join(COMMON))  # fmt: skip
     environment = pasted.environment | docker_variables(pasted.words)
-    reader = _Reader(name, started.version if started is not None else None)
+    reader = _Reader(name, started.version if started is not None else None, pasted.files)
     words = started.rest if started is not None else pasted.words
     return reader.read(words, environment, slots=1 if started is not None and started.name in ONE_SLOT else None)
 
@@ -115,11 +115,12 @@ def read(text: str, engine: str | None = None) -> Started:
 class _Reader:
     """Words of one engine's command line, read into settings."""
 
-    def __init__(self, engine: str, version: str | None) -> None:
-        self.engine, self.version = engine, version
+    def __init__(self, engine: str, version: str | None, files: Mapping[str, str]) -> None:
+        self.engine, self.version, self.files = engine, version, files
         self.flags = {name: flag for flag in FLAGS for name in self._spellings(flag)}
         self.common = {name: field for field, names in COMMON[engine].items() for name in names}
         self.switches, self.values = _known(engine)
+        self.names = self.flags.keys() | self.common.keys() | self.switches | self.values
         self.notes: list[str] = []
         self.settings: dict[str, str] = {}
         self.given: dict[str, Given] = {}
@@ -176,7 +177,9 @@ class _Reader:
             name, equals, value = word.partition("=")
             if self._canonical(name) in config_files.FLAGS.get(self.engine, ()):
                 path = value if equals else "".join(words[index + 1 : index + 2])
-                found = config_files.words(self.engine, path)
+                ends = path.rpartition("/")[2]
+                told = next((text for written, text in self.files.items() if written.rpartition("/")[2] == ends), None)
+                found = config_files.words(self.engine, path, told)
                 if found is None:
                     self.notes.append(f"{name} {path[:60]}: no such file here, so what it says is not read")
                 out += found or []
@@ -186,10 +189,17 @@ class _Reader:
         if self.engine in ("vllm", "sglang") and name.startswith("--"):
             # Their parsers read underscores as dashes.
             head, dot, tail = name.partition(".")
-            return head.replace("_", "-") + dot + tail
+            return self._whole(head.replace("_", "-")) + dot + tail
         if self.engine == "tensorrt-llm" and name.startswith("--") and name not in self.flags:
             return name.replace("-", "_").replace("__", "--", 1)
         return name
+
+    def _whole(self, name: str) -> str:
+        """The flag that a shortened one stands for: argparse takes the start of a name that no other has."""
+        if name in self.names or len(name) < 6:
+            return name
+        longer = [other for other in self.names if other.startswith(name)]
+        return longer[0] if len(longer) == 1 else name
 
     def _is_switch(self, name: str) -> bool:
         flag = self.flags.get(name)

@@ -27,8 +27,10 @@ _TENSORRT = {
 }  # fmt: skip
 
 
-def words(engine: str, name: str) -> list[str] | None:
+def words(engine: str, name: str, told: str | None = None) -> list[str] | None:
     """The file's settings as words of a command line; None where there is no such file here.
+
+    `told`: what is in it, where that is known.
 
     Raises:
         UsageError: it is too long, or no YAML mapping.
@@ -36,11 +38,11 @@ def words(engine: str, name: str) -> list[str] | None:
     """
     path = Path(name)
     try:
-        if not path.is_file():
+        if told is None and not path.is_file():
             return None
-        if path.stat().st_size > _LONGEST:
+        if told is None and path.stat().st_size > _LONGEST:
             raise UsageError(f"--engine-args: {path.name[:60]} is too long to be a configuration")
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8") if told is None else told
     except (OSError, ValueError) as error:
         raise UsageError(f"--engine-args: {path.name[:60]} cannot be read: {type(error).__name__}") from None
     import yaml

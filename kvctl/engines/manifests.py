@@ -26,6 +26,8 @@ class Pasted(Record):
     words: list[str]
     environment: dict[str, str]
     image: str | None = None
+    files: Mapping[str, str] = {}
+    """Files that the text writes before it starts the engine: their names, and what is in them."""
 
 
 def looks_like(text: str) -> bool:
@@ -53,6 +55,14 @@ def commands(text: str) -> list[Pasted]:
         if not found and isinstance(document, Mapping):
             found += _own_file(document)
     return found
+
+
+def commands_of(block: Mapping[str, str]) -> list[Pasted]:
+    """The command of a block whose values are lists or texts as YAML has them; none where they are not."""
+    try:
+        return commands("\n".join(f"{key}: {value}" for key, value in block.items()))
+    except UsageError:
+        return []
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:

@@ -24,19 +24,48 @@ _DASHES = re.compile(r"(?<![^\s\"'])[-–—]{1,3}(?=[A-Za-z])")
 _CONTINUED = re.compile(r"[\\^`]+[ \t]*(\r?\n|\Z)")
 _PROMPT = re.compile(r"^[ \t]*(PS )?[A-Za-z]:\\[^>\n]*>[ \t]*", re.MULTILINE)
 _WINDOWS = re.compile(r"\.exe\b|[`^][ \t]*\r?\n|(?<![\w/])[A-Za-z]:\\|(?<![\w.])\.{1,2}\\\w")
-_UNIT = re.compile(r"^[ \t]*(ExecStart|Environment)=", re.MULTILINE)
+_UNIT = re.compile(r"^[ \t]*(ExecStart=|Environment=|\[Container\]|\[program:)", re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*(image|entrypoint|command|args)[ \t]+=[ \t]+(?=[\[\"])", re.MULTILINE)
+_OBJECT = re.compile(r"<[A-Za-z_][^<>\n]*>")
 _DOCKERFILE = re.compile(r"^[ \t]*(?:ENTRYPOINT|CMD)[ \t]+(\[.*?\])", re.MULTILINE | re.DOTALL)
 _ARRAY = re.compile(r"(?:^|;)[ \t]*(?:declare -a |local )?(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
-_CALL = re.compile(r"(non-default args: |\b(?:LLM|LLMConfig|AsyncEngineArgs|EngineArgs|ServerArgs|Engine))(?=[({])")
+_CALL = re.compile(
+    r"(non-default args: |\bargs: Namespace|\b(?:LLM|LLMConfig|AsyncEngineArgs|EngineArgs|ServerArgs|Engine))(?=[({])"
+)
 _NEXT = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*([ \t]*)(-?)")
 _NEXT_PLAIN = re.compile(r"(?:[ \t]*\r?\n)*([ \t]*)(-?)")
 _OLLAMA = re.compile(r"\b(OLLAMA_[A-Z_]+):([^\s\]]*)")
+_HEREDOC = re.compile(r"^[^\n]*<<-?[ \t]*['\"\\]?(\w+)['\"]?[^\n]*\n", re.MULTILINE)
+_SETTINGS_FILE = re.compile(r"[\w./~-]+\.(?:ya?ml|json)\b")
 _DEFAULT = re.compile(r"\$\{\w+:?-([^}]*)\}")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)|\$\((\w+)\)|%(\w+)%")
 
 
 def command(text: str) -> Pasted:
     """The command of a pasted text that starts an engine, or its first one."""
+    rest, files = _files(text)
+    return _command(rest).replace(files=files)
+
+
+def _files(text: str) -> tuple[str, dict[str, str]]:
+    """The text without the configuration files that it writes (cat > x.yaml <<EOF), and these."""
+    files: dict[str, str] = {}
+    kept: list[str] = []
+    begin = 0
+    while len(kept) < 50 and (match := _HEREDOC.search(text, begin)) is not None:
+        name = _SETTINGS_FILE.search(match[0])
+        end = re.compile(rf"^[ \t]*{match[1]}[ \t]*\r?$", re.MULTILINE).search(text, match.end()) if name else None
+        if name is None or end is None:
+            kept.append(text[begin : match.end()])
+            begin = match.end()
+            continue
+        kept.append(text[begin : match.start()])
+        files[name[0]] = text[match.end() : end.start()]
+        begin = end.end()
+    return "".join([*kept, text[begin:]]), files
+
+
+def _command(text: str) -> Pasted:
     stripped = re.sub(r"^[ \t]*```.*$", "", text.translate(_TYPOGRAPHY), flags=re.MULTILINE).strip()
     stripped = _DASHES.sub(_dashes, stripped)
     if not stripped:
@@ -52,6 +81,9 @@ def command(text: str) -> Pasted:
         return _chosen(
             [Pasted([word for text in lists for item in manifests.commands(text) for word in item.words], {})]
         )
+    blocks = list(_blocks(stripped))
+    if any(program(one.words, one.image) for one in blocks):
+        return _chosen(blocks)
     if manifests.looks_like(stripped):
         found = [_unwrapped(one) for one in manifests.commands(_DEFAULT.sub(r"\1", stripped))]
         chosen = _chosen(found)
@@ -95,6 +127,7 @@ def _substituted(word: str, environment: dict[str, str]) -> list[str]:
 def _shell(text: str) -> Pasted:
     windows = _WINDOWS.search(text) is not None
     prepared = _PROMPT.sub("", text)
+    prepared = re.sub(r"^(\w+)[ \t]*[:?]=[ \t]*(?=\S)", r"\1=", prepared, flags=re.MULTILINE)  # a Makefile's
     prepared = re.sub(r"(?i)\$env:(\w+)[ \t]*=[ \t]*", r"\1=", prepared)
     prepared = _CONTINUED.sub(" ", prepared) if windows else re.sub(r"[\\^`][ \t]*(\r?\n|\Z)", " ", prepared)
     found = _commands(_lines(prepared, windows, comments=True), windows)
@@ -151,7 +184,8 @@ def _commands(text: str, windows: bool) -> list[Pasted]:
     for words in _split(text, windows):
         aside: list[str] = []
         while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0].lower() in _PREFIXES):
-            environment |= assignments([words[0]])
+            for name, value in assignments([words[0]]).items():
+                environment[name] = " ".join(_substituted(value, environment))
             aside.append(words.pop(0).partition("=")[2])
         # Nothing but assignments: a line of a log, or a command kept in a variable.
         words = words or [value for value in aside if " " in value]
@@ -225,19 +259,39 @@ def docker_variables(words: Sequence[str]) -> dict[str, str]:
 
 
 def _unit(text: str) -> Pasted:
-    """A systemd unit, or a drop-in with its environment alone."""
+    """A systemd unit, a drop-in with its environment alone, a Quadlet, a program of supervisord."""
     environment: dict[str, str] = {}
     words: list[str] = []
-    for line in _CONTINUED.sub(" ", text).splitlines():
+    image = None
+    for line in re.sub(r"\n[ \t]+(?=-)", " ", _CONTINUED.sub(" ", text)).splitlines():
         key, equals, value = line.strip().partition("=")
         try:
             if equals and key == "Environment":
                 environment |= assignments(shlex.split(value))
             elif equals and key == "ExecStart" and value:
                 words = shlex.split(value.lstrip("-@+!:"))
+            elif equals and key in ("Exec", "command"):
+                words = shlex.split(value)
+            elif equals and key == "environment":
+                environment |= assignments(shlex.split(value.replace(",", " ")))
+            elif equals and key == "Image":
+                image = value.strip()
         except ValueError:
             raise UsageError("--engine-args: a quotation mark is not closed in it") from None
-    return _unwrapped(Pasted(words, environment))
+    return _unwrapped(Pasted(words, environment, image))
+
+
+def _blocks(text: str) -> Iterator[Pasted]:
+    """Blocks of Nomad and Terraform: image = "...", args = ["...", ...]; a key told again starts another."""
+    block: dict[str, Any] = {}
+    for match in list(_BLOCK.finditer(text))[:50]:
+        value = text[match.end() : match.end() + 20_000]
+        value = _balanced(value) if value.startswith("[") else value.partition("\n")[0]
+        if match[1] in block:
+            yield from manifests.commands_of(block)
+            block = {}
+        block |= {match[1]: value}
+    yield from manifests.commands_of(block)
 
 
 def _python(text: str) -> Pasted | None:
@@ -245,7 +299,7 @@ def _python(text: str) -> Pasted | None:
     match = _CALL.search(text)
     if match is None or "tensorrt_llm" in text:
         return None
-    expression = _balanced(text[match.end() :])
+    expression = _OBJECT.sub("None", _balanced(text[match.end() :]))
     try:
         node = ast.parse("f" + expression if expression.startswith("(") else expression, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

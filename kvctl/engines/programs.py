@@ -56,7 +56,7 @@ def program(words: Sequence[str], image: str | None) -> Program | None:
             for module, owner in _MODULES:
                 if words[index + 1].startswith(module):
                     return _started(owner, found, words[index + 1], list(words[index + 2 :]))
-        if found is None and index and not word.startswith(("-", "/", ".", "~")):
+        if found is None and index and (word.endswith(".sif") or not word.startswith(("-", "/", ".", "~"))):
             found = image_engine(word)
             start = index + 1
     return _started(found[0], found, "", list(words[start:])) if found is not None else None
@@ -64,7 +64,11 @@ def program(words: Sequence[str], image: str | None) -> Program | None:
 
 def image_engine(word: str) -> tuple[str, str | None] | None:
     """Engine and version of a container image."""
-    match = _IMAGE.fullmatch(word)
+    if word.endswith(".sif"):
+        # Apptainer's file of an image, by its usual name: vllm-openai_v0.8.3.sif.
+        word = "/" + word.rpartition("/")[2].removesuffix(".sif").replace("_", ":", 1)
+    word = word.removeprefix("docker://")
+    match = _IMAGE.fullmatch(word.removeprefix("/"))
     if match is None or ("/" not in word and ":" not in word):
         return None
     engine = next(_OF_IMAGE[name] for name in _OF_IMAGE if match[name])
