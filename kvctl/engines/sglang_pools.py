@@ -370,7 +370,7 @@ def page_size(spec: ModelSpec, serving: Serving, sparse: bool) -> tuple[int, str
     """Tokens in a page, and why, where that is not what was asked for."""
     asked, backend = serving.block_size or 1, serving.attention_backend or ""
     if sparse:
-        return 64, "" if asked == 64 else "pages of 64 tokens: sparse attention has no other"
+        return 64, "" if asked == 64 else "pages of 64 tokens: sparse attention has no other on NVIDIA GPUs"
     allowed = {"flashmla": (64,), "trtllm_mla": (64, 32), "cutedsl_mla": (64, 32), "trtllm_mha": (64, 16, 32, 128),
                "hpc_ops": (64,)}.get(backend)  # fmt: skip
     if allowed is None or asked in allowed:
