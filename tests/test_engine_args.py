@@ -114,6 +114,8 @@ VLLM_8K = ("vllm", None, "Qwen/Qwen3-8B", SETTINGS)
         "cat <<'EOF' | tee /etc/v.yaml\nmodel: Qwen/Qwen3-8B\nmax-model-len: 8192\nEOF\nvllm serve --config /etc/v.yaml -tp 2",
         # argparse takes a flag's start
         "vllm serve Qwen/Qwen3-8B --tensor-par 2 --max_model_l=8192 --served-model q",
+        'VLLM="vllm serve"\nOPTIONS="-tp 2 --max-model-len 8192"\n$VLLM Qwen/Qwen3-8B $OPTIONS',
+        "[me@h ~]$ ps aux | grep vllm\nme 789 1.0 5339 pts/0 Sl+ 0:26 /usr/bin/python3 /usr/bin/vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192",
         # shells in shells
         'docker exec -it node bash -c "export X=1 && vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192"',
         'tmux new-session -d -s v "vllm serve Qwen/Qwen3-8B -tp 2 --max-model-len 8192 2>&1 | tee log"',
@@ -122,6 +124,8 @@ VLLM_8K = ("vllm", None, "Qwen/Qwen3-8B", SETTINGS)
         # other places
         'ENTRYPOINT ["vllm", "serve"]\nCMD ["Qwen/Qwen3-8B", "-tp", "2", "--max-model-len", "8192"]',
         'p = subprocess.Popen(["vllm", "serve", "Qwen/Qwen3-8B", "-tp", "2", "--max-model-len", "8192"])',
+        'import modal\nNAME = "Qwen/Qwen3-8B"\nGPUS = 2\n\ndef serve():\n    cmd = ["vllm", "serve", NAME, "--port", str(port)]  # now\n'
+        '    cmd += ["-tp", str(GPUS)]\n    cmd.extend(["--max-model-len", "8192"])\n    subprocess.Popen(" ".join(cmd), shell=True)',
         "[Service]\nExecStart=/opt/venv/bin/vllm serve Qwen/Qwen3-8B \\\n  -tp 2 --max-model-len ${LEN}\nEnvironment=LEN=8192",
         "llm = LLM(model='Qwen/Qwen3-8B', tensor_parallel_size=2, max_model_len=8192, enforce_eager=True)",
         "[api_utils.py:273] non-default args: {'model_tag': 'Qwen/Qwen3-8B', 'model': 'Qwen/Qwen3-8B', 'max_model_len': 8192, "
@@ -149,6 +153,9 @@ def test_places_that_commands_are_pasted_from(text: str) -> None:
         ("services:\n  l:\n    image: ghcr.io/ggml-org/llama.cpp:server\n    environment:\n      LLAMA_ARG_MODEL: q.gguf\n"
          "      LLAMA_ARG_CTX_SIZE: 4096\n      LLAMA_ARG_N_PARALLEL: 2", ("q.gguf", {"context": "4096", "slots": 2})),
         ("models:\n  q:\n    cmd: |\n      /app/llama-server --port ${PORT}\n      -m q.gguf\n      -c 4096 -np 2", ("q.gguf", {"context": "4096", "slots": 2})),
+        ('@echo off\nset MODEL=m\\q.gguf\nset CTX=4096\ncd /d "%~dp0"\nbin\\llama-server.exe -m %MODEL% --ctx-size %CTX% -np 2\npause',
+         ("m\\q.gguf", {"context": "4096", "slots": 2})),
+        ('start "llama-server" cmd /k "llama-server.exe --model q.gguf --ctx-size 4096 -np 2"', ("q.gguf", {"context": "4096", "slots": 2})),
         # one conversation, not the slots of a server
         ("./build/bin/llama-cli -m q.gguf -c 4096 -p 'how does vllm serve x do it?'", ("q.gguf", {"context": "4096", "slots": 1})),
         ("llama-mtmd-cli -m q.gguf --mmproj p.gguf -c 4096", ("q.gguf", {"context": "4096", "slots": 1})),
@@ -206,6 +213,8 @@ servingEngineSpec:
          ("llama.cpp", None, "/m/sha256-aa", {"context": "32768", "slots": 2, "ubatch": 1024})),
         ('msg="server config" env="map[OLLAMA_CONTEXT_LENGTH:32768 OLLAMA_FLASH_ATTENTION:false OLLAMA_KV_CACHE_TYPE:q8_0 OLLAMA_NUM_PARALLEL:2]"',
          ("ollama", None, None, {"context": "32768", "kv_dtype": "q8_0", "slots": 2})),
+        ('export OLLAMA_ORIGINS="a b"\nexport OLLAMA_CONTEXT_LENGTH=8192\nexport OLLAMA_NUM_PARALLEL=2', ("ollama", None, None, {"context": "8192", "slots": 2})),
+        ("launchctl setenv OLLAMA_NUM_PARALLEL 5\nlaunchctl setenv OLLAMA_CONTEXT_LENGTH 32768", ("ollama", None, None, {"context": "32768", "slots": 5})),
         ('LLMConfig(model_loading_config=dict(model_id="q", model_source="Qwen/Qwen3-8B"), engine_kwargs=dict(tensor_parallel_size=2))',
          ("vllm", None, "Qwen/Qwen3-8B", {"tensor_parallel": 2})),
         ("python3 -m dynamo.sglang --model-path Qwen/Qwen3-8B --tp 2 --page-size 16",

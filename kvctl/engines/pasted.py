@@ -7,6 +7,7 @@ commands), and characters that a web page or a chat has put in place of quotatio
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ _PROMPT = re.compile(r"^[ \t]*(PS )?[A-Za-z]:\\[^>\n]*>[ \t]*", re.MULTILINE)
 _WINDOWS = re.compile(r"\.exe\b|[`^][ \t]*\r?\n|(?<![\w/])[A-Za-z]:\\|(?<![\w.])\.{1,2}\\\w")
 _UNIT = re.compile(r"^[ \t]*(ExecStart=|Environment=|\[Container\]|\[program:)", re.MULTILINE)
 _BLOCK = re.compile(r"^[ \t]*(image|entrypoint|command|args)[ \t]+=[ \t]+(?=[\[\"])", re.MULTILINE)
+_SHOWN = re.compile(r"\[[\w@~./: -]{1,80}\] ?[$#%>] ")
 _OBJECT = re.compile(r"<[A-Za-z_][^<>\n]*>")
 _DOCKERFILE = re.compile(r"^[ \t]*(?:ENTRYPOINT|CMD)[ \t]+(\[.*?\])", re.MULTILINE | re.DOTALL)
 _ARRAY = re.compile(r"(?:^|;)[ \t]*(?:declare -a |local )?(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
@@ -84,7 +86,7 @@ def _command(text: str) -> Pasted:
     blocks = list(_blocks(stripped))
     if any(program(one.words, one.image) for one in blocks):
         return _chosen(blocks)
-    if manifests.looks_like(stripped):
+    if manifests.looks_like(stripped) and _SHOWN.match(stripped) is None:
         found = [_unwrapped(one) for one in manifests.commands(_DEFAULT.sub(r"\1", stripped))]
         chosen = _chosen(found)
         if len(found) != 1 and program(chosen.words, chosen.image) is None:
@@ -129,6 +131,8 @@ def _shell(text: str) -> Pasted:
     prepared = _PROMPT.sub("", text)
     prepared = re.sub(r"^(\w+)[ \t]*[:?]=[ \t]*(?=\S)", r"\1=", prepared, flags=re.MULTILINE)  # a Makefile's
     prepared = re.sub(r"(?i)\$env:(\w+)[ \t]*=[ \t]*", r"\1=", prepared)
+    prepared = re.sub(r"^[ \t]*(?:launchctl setenv|setx)[ \t]+(\w+)[ \t]+", r"\1=", prepared, flags=re.MULTILINE)
+    prepared = re.sub(r"(?i)^[ \t]*start[ \t]+\"[^\"\n]*\"", "", prepared, flags=re.MULTILINE)  # and a window's title
     prepared = _CONTINUED.sub(" ", prepared) if windows else re.sub(r"[\\^`][ \t]*(\r?\n|\Z)", " ", prepared)
     found = _commands(_lines(prepared, windows, comments=True), windows)
     if not any(program(one.words, one.image) for one in found):
@@ -180,18 +184,21 @@ def _lines(text: str, windows: bool, *, comments: bool) -> str:
 def _commands(text: str, windows: bool) -> list[Pasted]:
     """Every command, with the variables set up to it."""
     environment: dict[str, str] = {}
-    out = []
+    out, kept = [], []
     for words in _split(text, windows):
         aside: list[str] = []
         while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0].lower() in _PREFIXES):
             for name, value in assignments([words[0]]).items():
                 environment[name] = " ".join(_substituted(value, environment))
             aside.append(words.pop(0).partition("=")[2])
-        # Nothing but assignments: a line of a log, or a command kept in a variable.
-        words = words or [value for value in aside if " " in value]
+        if values := [value for value in aside if " " in value and not words]:
+            # Nothing but assignments: a line of a log, or a command kept in a variable.
+            kept.append(_unwrapped(Pasted(values, dict(environment))))
         if words:
+            words = [part for word in words for part in _substituted(word, environment)]
             out.append(_unwrapped(Pasted(words, dict(environment))))
-    return out or [Pasted([], environment)]
+    started = (one for one in kept if program(one.words, one.image) is not None)
+    return [*out, *started] or [Pasted([], environment)]
 
 
 def _split(text: str, windows: bool) -> Iterator[list[str]]:
@@ -337,6 +344,8 @@ def _value(node: ast.expr) -> Any:
 
 def _quoted_lists(text: str) -> Iterator[Pasted]:
     """Lists of words in code: subprocess.Popen(["vllm", "serve", ...])."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        yield from _lists_of(ast.parse(text))
     for match in list(re.finditer(r"\[\s*[\"']", text))[:20]:
         try:
             words = ast.literal_eval(_balanced(text[match.start() :]))
@@ -344,6 +353,43 @@ def _quoted_lists(text: str) -> Iterator[Pasted]:
             continue
         if isinstance(words, list) and all(isinstance(word, (str, int, float)) for word in words):
             yield Pasted([str(word) for word in words], {})
+
+
+def _lists_of(tree: ast.Module) -> Iterator[Pasted]:
+    """The lists of a Python file, with its constants in place and what is added to them."""
+    constants: dict[str, str] = {}
+    lists: dict[str, list[str]] = {}
+
+    def word(node: ast.expr) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and node.args:
+            return word(node.args[0])
+        if isinstance(node, ast.JoinedStr):
+            return "".join(word(part.value if isinstance(part, ast.FormattedValue) else part) for part in node.values)
+        name = node.id if isinstance(node, ast.Name) else "expression"
+        return constants.get(name, f"${name}")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if isinstance(node.value, ast.Constant):
+                constants[node.targets[0].id] = str(node.value.value)
+            elif isinstance(node.value, ast.List):
+                lists[node.targets[0].id] = [word(item) for item in node.value.elts]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.List):
+            lists.get(node.target.id, []).extend(word(item) for item in node.value.elts)
+        elif isinstance(node, ast.Call):
+            for inner in node.args:
+                if isinstance(inner, ast.List):
+                    words = [word(item) for item in inner.elts]
+                    extended = isinstance(node.func, ast.Attribute) and node.func.attr == "extend"
+                    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+                    if extended and isinstance(owner, ast.Name):
+                        lists.get(owner.id, []).extend(words)
+                    else:
+                        lists[f"argument {len(lists)}"] = words
+    for words in lists.values():
+        yield Pasted(words, {})
 
 
 def _balanced(text: str) -> str:
