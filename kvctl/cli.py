@@ -16,6 +16,7 @@ from kvctl.errors import ExitCode, KvctlError
 
 # A line on the screen, not a page of somebody's input.
 _LONGEST = 1000
+_HELP_WIDTH = 78
 
 app = typer.Typer(
     name="kvctl",
@@ -64,6 +65,20 @@ def command(argv: Sequence[str] | None = None) -> Any:
     return tree
 
 
+class _EngineOption(typer.core.TyperOption):
+    """An option with several engines' spellings, which may take more than a line of the help text."""
+
+    def get_help_record(self, ctx: Any) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        if record is None or len(record[0]) <= _HELP_WIDTH:
+            return record
+        import textwrap
+
+        indent = " " * 6
+        names = textwrap.fill(record[0], _HELP_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        return names, record[1]
+
+
 def _engine_option(flag: Flag, words: Collection[str]) -> Any:
     """A row of the flags' table as an option; its value is gathered in the context."""
     used = [name for name in (*flag.spellings, *flag.off) if name in words]
@@ -77,7 +92,7 @@ def _engine_option(flag: Flag, words: Collection[str]) -> Any:
     names = list(flag.spellings)
     if flag.off:
         names = [f"{on}/{off}" for on, off in zip(names, flag.off, strict=False)] + names[len(flag.off) :]
-    option: Any = typer.core.TyperOption(
+    option: Any = _EngineOption(
         param_decls=[*names, flag.key],
         callback=keep,
         expose_value=False,

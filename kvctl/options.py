@@ -126,7 +126,7 @@ def read_asked(
     pasted = commandline.read(engine_args, name.lower() or None)
     said = pasted.common
     length = said.get("context", "")
-    if length.lower() not in ("", "auto", "-1", "0"):
+    if length and length.lower() not in commandline.OPEN_LENGTHS.get(pasted.engine, ()):
         pasted_contexts: tuple[int, ...] | None = (commandline.count_of(pasted.engine, length, "its length"),)
     else:
         pasted_contexts = None

@@ -80,7 +80,7 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     by_request = plan.engine.by_request(plan.serving)
     if by_request and plan.beams > 1:
         raise UsageError(f"{plan.engine.name} reserves by request, not by beam", hint="--sequences, without --beams")
-    if by_request and (plan.image_tokens or plan.audio_tokens):
+    if by_request and (plan.image_tokens or plan.audio_tokens or (plan.encoder_tokens and spec.cross_input == "image")):
         raise UsageError(f"positions of images and audio are part of --ctx in {plan.engine.name}",
                          hint="name the whole length with --ctx")  # fmt: skip
     if (

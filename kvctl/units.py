@@ -15,7 +15,7 @@ MAX_TOKENS = 2**40
 
 def parse_tokens(text: str, *, what: str = "--ctx") -> int:
     """Read "4096", "4k" (4,096) or "1m" (1,048,576) as a number of tokens."""
-    match = _TOKENS.fullmatch(text.strip().replace(",", "").replace("_", "")) if len(text) <= 40 else None
+    match = _TOKENS.fullmatch(_bare(text)) if len(text) <= 40 else None
     if match is None:
         raise UsageError(f"{what}: {text[:40]!r} is not a number of tokens", hint="write 4096, 4k or 1m (k is 1,024)")
     whole, _, decimals = match[1].partition(".")
@@ -28,6 +28,15 @@ def parse_tokens(text: str, *, what: str = "--ctx") -> int:
     return number
 
 
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(?![\d,])")
+
+
+def _bare(text: str) -> str:
+    """Without marks of thousands; any other comma may stand for a decimal point, and stays."""
+    text = text.strip().replace("_", "")
+    return text.replace(",", "") if _THOUSANDS.match(text) else text
+
+
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _BYTE_FACTORS = {
     "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -36,7 +45,7 @@ _BYTE_FACTORS = {
 
 def parse_bytes(text: str, *, what: str) -> int:
     """Read "16GiB" (2^30 each), "16GB" (10^9 each) or plain bytes; a fraction of a byte is dropped."""
-    match = _BYTES.fullmatch(text.strip().replace(",", "").replace("_", "")) if len(text) <= 40 else None
+    match = _BYTES.fullmatch(_bare(text)) if len(text) <= 40 else None
     factor = _BYTE_FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(

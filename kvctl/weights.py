@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+from kvctl.engines.vllm_stages import stage_sizes
 from kvctl.errors import ConfigError, UsageError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
@@ -141,7 +143,13 @@ def per_rank(tensors: Sequence[Tensor], config: Mapping[str, Any], split: Split)
     stages = stages_of(cut.layers, split)
     ranks = [[0] * split.tensor for _ in stages]
     for tensor in cut.tensors:
-        shares = [cut.share(tensor, rank) for rank in range(split.tensor)]
+        try:
+            shares = [cut.share(tensor, rank) for rank in range(split.tensor)]
+        except (IndexError, ZeroDivisionError):
+            # Fewer dimensions than a tensor of that name has, or none of a length.
+            raise ConfigError(
+                f"how vLLM shards {tensor.name[:100]} of shape {str(tensor.shape)[:60]} is not known to kvctl"
+            ) from None
         for stage, layers in enumerate(stages):
             times = cut.times(tensor, layers, stage)
             for rank, size in enumerate(shares):
@@ -156,22 +164,8 @@ def left_in_file(tensors: Sequence[Tensor], config: Mapping[str, Any]) -> int:
 
 def stages_of(layers: int, split: Split) -> list[range]:
     """Layers of every pipeline stage."""
-    if not split.stages:
-        return [stage_layers(layers, split.pipeline, stage) for stage in range(split.pipeline)]
-    if len(split.stages) != split.pipeline or sum(split.stages) != layers or min(split.stages) < 0:
-        raise UsageError(f"{len(split.stages)} stages of {sum(split.stages)} layers, for {split.pipeline} of {layers}")
-    return [range(sum(split.stages[:stage]), sum(split.stages[: stage + 1])) for stage in range(split.pipeline)]
-
-
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """Layers of a pipeline stage (vLLM's get_pp_indices)."""
-    if stages > layers:
-        raise UsageError(f"{stages} pipeline stages for {layers} layers")
-    each, rest = divmod(layers, stages)
-    # What is left goes to the last stages but the very last, which has the head.
-    sizes = [each + (stages - 1 - rest <= index < stages - 1) for index in range(stages)]
-    first = sum(sizes[:stage])
-    return range(first, first + sizes[stage])
+    bounds = (0, *accumulate(stage_sizes(layers, split.pipeline, split.stages)))
+    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 class _Cut:

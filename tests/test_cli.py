@@ -200,3 +200,24 @@ def test_numbers_that_are_none(kvctl: Run) -> None:
         assert outcome.code == 2
         assert "internal" not in outcome.err
         assert len(outcome.err) < 2500
+
+
+def test_help_breaks_no_option_in_80_columns(kvctl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = kvctl("size", "--help")
+    _, _, listed = outcome.out.partition("Options:\n")
+    body, _, _ = listed.partition("\n\n")
+    assert "--tensor-parallel-size" in body
+    assert [line for line in body.splitlines() if len(line) > 80 or not line.startswith("  ")] == []
+
+
+def test_what_no_engine_takes_is_wrong_usage(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-8B", "--engine", "all", "--kv-dtype", "zzz")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvctl: error: no engine answers: ideal: --kv-dtype: unknown cache format 'zzz'")
+
+
+def test_a_build_beyond_those_known_is_estimated(kvctl: Run) -> None:
+    outcome = kvctl("size", "Qwen3-8B", "--ctx", "4k", "--engine", "llama.cpp@b99999")
+    assert outcome.code == 0
+    assert "estimated: build b99999 by the rules of b" in outcome.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -387,3 +388,36 @@ def test_what_changes_the_cache_and_is_not_counted_is_named(kvctl: Run) -> None:
     outcome = kvctl("size", "--engine-args", command)
     assert outcome.code == 0
     assert "--kv-cache-dtype-skip-layers changes what the cache takes, and kvctl does not count it" in outcome.err
+
+
+def bomb(first: str, last: str) -> str:
+    """A few hundred bytes of YAML that stand for 9^9 words ("billion laughs")."""
+    lines = [f"{first}\n"]
+    lines += [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghij")]
+    return "".join(lines) + last
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("a: &a [x]", "args: *j"),
+        bomb("a: &a {args: [sleep]}", "image: x"),
+        "args: &a [x, *a]\nimage: vllm/vllm-openai",
+    ],
+)
+def test_yaml_that_stands_for_more_than_it_says(kvctl: Run, tmp_path: Path, text: str) -> None:
+    outcome = kvctl("size", "--source", "catalogue", "--engine-args", text)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "stands for more" in outcome.err
+    (tmp_path / "c.yaml").write_text(text)
+    assert kvctl("size", "Qwen3-8B", "--engine-args", f"vllm serve --config {tmp_path / 'c.yaml'}").code == 2
+
+
+def test_empty_values_are_refused(kvctl: Run) -> None:
+    outcome = kvctl("size", "--source", "catalogue", "--engine-args", "vllm serve Qwen3-8B --max-model-len ''")
+    assert (outcome.code, outcome.out) == (2, "")
+
+
+def test_minus_one_is_the_engines_choice() -> None:
+    assert settings("llama-server -m m -np 2 -np -1")[3] == {}
+    assert settings("python -m sglang.launch_server --model m --chunked-prefill-size -1")[3] == {}

@@ -46,7 +46,7 @@ def test_engines_without_an_answer_say_why(kvctl: Run) -> None:
 
 def test_no_answer_at_all_is_an_error(kvctl: Run) -> None:
     outcome = kvctl("size", "Qwen3-32B", "--ctx", "4k", "--engine", "all", "--kv-dtype", "q9_9")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "no engine answers" in outcome.err
     assert kvctl("size", "Qwen3-32B", "--engine", "all", "--explain").code == 2
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Outcome
-from fake_hub import FakeHub
+from fake_hub import FakeHub, Request
 from test_gguf import ARCHITECTURE, SMOLLM, header, text, write
 
 Run = Callable[..., Outcome]
@@ -166,6 +166,7 @@ def test_gated_and_private_repositories(kvctl: Run, hub: FakeHub, tmp_path: Path
         ((206, {"Content-Range": "bytes 0-9/100"}, b"GGUF"), "another part of the file"),
         ((206, {"Content-Range": "bytes 0-3/4"}, b"GGUF"), "too short for a GGUF header"),
         ((206, {"Content-Range": "bytes 0-3/100"}, b"GGUF"), "another part of the file"),
+        ((206, {"Content-Range": f"bytes 0-3/{'9' * 5000}"}, b"GGUF"), "another part of the file"),
         ((200, {}, b"GGUF" * 100), "does not answer parts of files"),
         ((416, {}, b""), "is empty"),
         ((500, {}, b""), "answers 500"),
@@ -181,6 +182,20 @@ def test_odd_answers_end_in_one_line(
     assert words in outcome.err
     assert len(outcome.err.splitlines()) <= 2
     assert len(hub.requests) < 5
+
+
+def test_a_header_comes_in_no_crumbs(kvctl: Run, hub: FakeHub) -> None:
+    """A server that answers a byte at a time would keep a reader busy for months."""
+
+    def crumb(request: Request) -> tuple[int, dict[str, str], bytes]:
+        start = int(request.headers["range"].removeprefix("bytes=").partition("-")[0])
+        return 206, {"Content-Range": f"bytes {start}-{start}/1000000000"}, b"GGUF\3"[start : start + 1] or b"\0"
+
+    hub.hook = crumb
+    outcome = kvctl("size", "org/m/m.gguf")
+    assert outcome.code == 1
+    assert "another part of the file" in outcome.err
+    assert len(hub.requests) == 1
 
 
 def test_servers_without_ranges_are_not_read_whole(kvctl: Run, hub: FakeHub) -> None:

@@ -47,7 +47,9 @@ def test_builds_between_measured_ones_say_so_where_rules_changed() -> None:
     assert planned(spec, {"n_ctx": 1024}, version="8200").warnings == ()
     (warning,) = planned(spec, {"n_ctx": 1024}, version="b8000").warnings
     assert warning == "build b8000 by the rules of b7698; some of them changed by b8095"
-    assert planned(spec, {"n_ctx": 1024}, version="b99999").warnings == ()
+    assert planned(spec, {"n_ctx": 1024}, version="b11434").warnings == ()
+    (warning,) = planned(spec, {"n_ctx": 1024}, version="b99999").warnings
+    assert warning == "estimated: build b99999 by the rules of b11434, the newest that was measured"
 
 
 @pytest.mark.parametrize("version", ["b4752", "b1", "0.6", "newest", "b", "b99999999"])

@@ -454,3 +454,28 @@ def test_default_memory_fractions() -> None:
                             prefill_graphs=bool(graphs))  # fmt: skip
         assert (got.fraction, got.chunk, got.batch) == (fraction, chunked, batch)
     assert len(oracle()["fractions"]) == 936
+
+
+def test_a_budget_without_room_is_no_pool() -> None:
+    """Slots that were asked for take more than there is: nothing is left, not less than nothing."""
+    for options in ({"mamba_slots": 10**6}, {"draft_tokens": 1024}):
+        got = plan("Qwen/Qwen3-Next-80B-A3B-Instruct", kv_budget=2**26, **options)
+        assert (got.num_blocks, got.capacity_tokens, got.max_concurrency, got.log) == (0, 0, 0.0, ())
+        assert "would not start" in got.warnings[-1] + got.warnings[0]
+
+
+def test_pools_of_windows_are_no_blocks_of_one_size() -> None:
+    """Windowed layers have 0.8 tokens for each of the full ones, so pages × bytes of a page would be over the budget."""
+    got = plan("openai/gpt-oss-120b", kv_budget=20 * 2**30)
+    assert got.bytes_per_block == 0
+    full, windowed = (group.page_bytes // group.block_size for group in got.groups)
+    assert got.capacity_tokens * full + int(got.capacity_tokens * 0.8) * windowed <= 20 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "page"),
+    # srt/arg_groups/overrides.py: intel_xpu takes 64 or 128; cutlass_mla (server_args.py, 0.5.14) 128 alone.
+    [("intel_xpu", None, 128), ("intel_xpu", 64, 64), ("cutlass_mla", 64, 128), ("tokenspeed_mla", None, 64), ("fa3", 7, 7)],
+)  # fmt: skip
+def test_backends_have_pages_of_their_own(backend: str, asked: int | None, page: int) -> None:
+    assert plan("Qwen/Qwen3-8B", attention_backend=backend, block_size=asked).block_size == page

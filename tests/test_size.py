@@ -443,3 +443,17 @@ def test_formulas_evaluate_to_their_bytes(kvctl: Run, fmt: str) -> None:
             text = re.sub(r"[a-zA-Z]+", "", text)
             assert round(eval(text)) == int(right.replace(",", "").removesuffix(" B")), formula["text"]
         assert sum(formula["bytes"] for formula in result["formulas"]) == result["kv_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("16,000,000,000", 16 * 10**9), ("1,024GiB", 2**40), ("1_000", 1000), ("1,5GiB", None), ("1,,2", None), ("0,64", None),
+     ("1,2345", None), ("1,234,5", None)],
+)  # fmt: skip
+def test_a_comma_that_may_be_a_decimal_point_is_refused(kvctl: Run, text: str, bytes_: int | None) -> None:
+    outcome = kvctl("size", "Qwen3-8B", "--ctx", "4k", "--engine", "vllm", "--kv-budget", text, "--json")
+    if bytes_ is None:
+        assert (outcome.code, outcome.out) == (2, "")
+        assert "is not an amount of memory" in outcome.err
+    else:
+        assert outcome.json["results"][0]["allocation"]["kv_budget_bytes"] == bytes_

@@ -480,3 +480,12 @@ def test_lmcache_holds_chunks_in_host_memory(kvctl: Run) -> None:
     text = f"LMCACHE_MAX_LOCAL_CPU_SIZE=20 vllm serve Qwen/Qwen3-32B -tp 2 --kv-transfer-config '{settings}'"
     more = kvctl("size", "--json", "--engine-args", text).json["results"][0]["allocation"]
     assert any("holds 163,840 tokens" in reason for reason in more["reasons"])
+
+
+def test_a_stage_without_a_cache_prints_nothing(kvctl: Run) -> None:
+    """Nemotron Super has layers without attention; alone on a stage they hold no block."""
+    arguments = ("--engine", "vllm@0.11", "-pp", "64", "--kv-budget", "4GiB", "--ctx", "4k", "--json")
+    outcome = kvctl("size", "nvidia/Llama-3_3-Nemotron-Super-49B-v1", *arguments)
+    assert outcome.code == 0, outcome.err
+    ranks = outcome.json["results"][0]["allocation"]["per_rank"]
+    assert 0 in {row["bytes_per_block"] for row in ranks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from kvctl.sources import Found, catalogue
 from kvctl.spec import ModelSpec, Provenance
 from kvctl.tensors import Tensor, tensor
 from kvctl.weight_formats import convert, weight_format
-from kvctl.weights import SHARDED, Split, left_in_file, per_rank, stage_layers, stages_of
+from kvctl.weights import SHARDED, Split, left_in_file, per_rank, stages_of
 
 DATA = json.loads((Path(__file__).parent / "data" / "weights.json").read_text("utf-8"))
 TINY = {
@@ -89,7 +90,7 @@ def test_heads_are_not_cut() -> None:
     ],
 )
 def test_pipeline_stages(layers: int, stages: int, sizes: list[int]) -> None:
-    assert [len(stage_layers(layers, stages, stage)) for stage in range(stages)] == sizes
+    assert [len(stage) for stage in stages_of(layers, Split(1, stages))] == sizes
 
 
 def test_stages_by_hand() -> None:
@@ -117,7 +118,7 @@ def test_experts_that_do_not_divide() -> None:
 
 def test_stages_by_name_and_experts_over_data_parallel_ranks() -> None:
     assert [len(r) for r in stages_of(5, Split(1, 2, stages=(1, 4)))] == [1, 4]
-    with pytest.raises(UsageError, match="2 stages of 6 layers, for 2 of 5"):
+    with pytest.raises(UsageError, match="does not divide 5 layers over 2 stages"):
         stages_of(5, Split(1, 2, stages=(1, 5)))
     config = {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_hidden_layers": 1}
     whole = per_rank(parameters(config), config, Split(1))[0]
@@ -171,11 +172,20 @@ def test_unknown_is_refused() -> None:
     packed, _ = convert(parameters(TINY), weight_format("nf4"))
     with pytest.raises(ConfigError, match="bitsandbytes"):
         per_rank(packed, TINY, Split(2))
-    with pytest.raises(UsageError, match="4 pipeline stages for 3 layers"):
+    with pytest.raises(UsageError, match="4 is more than the 3 layers"):
         per_rank(parameters(TINY), TINY, Split(1, 4))
 
 
 # -- in the report ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (96,), (0, 64), (8, 0, 0, 1)])
+@pytest.mark.parametrize("name", ["mlp.experts.N.w1.weight", "self_attn.q_proj.weight", "self_attn.qkv_proj.weight"])
+def test_odd_shapes_are_refused_or_cut(name: str, shape: tuple[int, ...]) -> None:
+    odd = (tensor(f"model.layers.N.{name}", shape, "BF16", (0,)),)
+    for split in (Split(2), Split(1, 1, True, 2)):
+        with contextlib.suppress(KvctlError):
+            assert min(per_rank(odd, TINY, split)) >= 0
 
 
 def sized(name: str, **serving: Any) -> Any:

@@ -218,7 +218,7 @@ def size(
       kvctl size Qwen3-32B DeepSeek-V3 gemma-3-27b-it --ctx 4k,32k,128k
       kvctl size ./my-model --ctx 32k --sequences 16 --kv-dtype fp8 --json
       kvctl size gemma-3-27b-it --ctx 128k --engine vllm --kv-budget 20GiB
-      kvctl size --engine-args "vllm serve Qwen/Qwen3-32B -tp 4 --max-model-len 32768"
+      kvctl size --engine-args "vllm serve Qwen3-32B -tp 4 --max-model-len 32768"
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
@@ -285,12 +285,14 @@ def size(
 
     plans: list[SizePlan] = []
     refused: list[str] = []
+    faults: list[KvctlError] = []
     for rules in ENGINES if everyone else (find_engine(asked.engine),):
         try:
             plans.append(plan_for(rules))
         except KvctlError as error:
             if not everyone:
                 raise
+            faults.append(error)
             refused.append(f"{rules.name}: {error.message}")
 
     shape = (layers, kv_heads, head_dim)
@@ -332,7 +334,9 @@ def size(
             except KvctlError as error:
                 if not everyone:
                     raise
+                faults.append(error)
                 refused.append(f"{plan.engine.name}: {error.message}")
     if not results:
-        raise ConfigError("no engine answers: " + "; ".join(dict.fromkeys(refused)))
+        fault_kind = UsageError if all(isinstance(fault, UsageError) for fault in faults) else ConfigError
+        raise fault_kind("no engine answers: " + "; ".join(dict.fromkeys(refused)))
     output.emit_size(SizeReport(tuple(results), tuple(refused)), form, quiet=quiet)

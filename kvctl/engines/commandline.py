@@ -65,6 +65,12 @@ _BESIDE = {
 }  # fmt: skip
 """Flags that change memory in ways that kvctl does not plan."""
 
+# Where -1 says that the engine chooses, as it does without the flag.
+_OPEN = {("llama.cpp", "slots"), ("sglang", "max_batched")}
+
+OPEN_LENGTHS: Mapping[str, tuple[str, ...]] = {"vllm": ("auto", "-1"), "llama.cpp": ("0",)}
+"""Lengths that stand for the model's own, or for the longest that fits."""
+
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _UNSET = re.compile(r"\$\{?\w+|\$\(|\{\{")
 
@@ -217,10 +223,14 @@ class _Reader:
             if value is not None and value.lower() in ("false", "0", "off"):
                 on = not on
             self.given[flag.key] = given(flag, name, on)
+        elif flag is not None and value == "-1" and (self.engine, flag.field) in _OPEN:
+            self.given.pop(flag.key, None)
         elif flag is not None and value is not None:
             self.given[flag.key] = Given(flag, name, value_of(self.engine, flag, value, name))
         elif inner and value is not None and self._is_object(base):
             self.objects.setdefault(base, {})[inner] = _scalar(value)
+        elif name in self.common and value is not None and not value.strip():
+            raise UsageError(f"--engine-args: {name} is empty")
         elif name in self.common and value is not None:
             self.settings[self.common[name]] = value
         elif base not in self.switches and base not in self.values and name not in _BESIDE.get(self.engine, {}):

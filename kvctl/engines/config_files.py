@@ -16,6 +16,8 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 """Flags that name such a file."""
 
 _LONGEST = 1_000_000
+_MOST = 10_000
+"""Values in it at most."""
 # Of TensorRT-LLM's file: its keys, and what they are called on a command line here.
 _TENSORRT = {
     "tensor_parallel_size": "--tp_size", "pipeline_parallel_size": "--pp_size", "max_seq_len": "--max_seq_len",
@@ -51,12 +53,23 @@ def words(engine: str, name: str, told: str | None = None) -> list[str] | None:
         settings = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         settings = None
-    if not isinstance(settings, Mapping):
+    if not isinstance(settings, Mapping) or not short(settings):
         raise UsageError(f"--engine-args: {path.name[:60]} is no YAML mapping of settings")
     if engine == "tensorrt-llm":
         known = ((_TENSORRT[key], value) for key, value in _flat(settings, "") if key in _TENSORRT)
         return [word for flag, value in known for word in _word(flag, value)]
     return [word for key, value in settings.items() for word in _word(f"--{str(key).replace('_', '-')}", value)]
+
+
+def short(value: Any) -> bool:
+    """Whether it is as long as it looks: with anchors, a few bytes of YAML stand for lists without end."""
+    queue, count = [value], 0
+    while queue and count < _MOST:
+        inner = queue.pop()
+        count += 1
+        if isinstance(inner, (Mapping, list)):
+            queue += inner.values() if isinstance(inner, Mapping) else inner
+    return count < _MOST
 
 
 def _flat(settings: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -78,5 +91,5 @@ def _word(flag: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         import json
 
-        return [f"{flag}={json.dumps(value)}"]
+        return [f"{flag}={json.dumps(value, default=str)}"]
     return [f"{flag}={value}"]

@@ -142,6 +142,8 @@ def _counts(text: str, spelling: str, flag: Flag) -> tuple[int, ...]:
 
 
 def _text(text: str, spelling: str, flag: Flag) -> str:
+    if not text.strip():
+        raise UsageError(f"{spelling} is empty")
     return text.strip()
 
 
@@ -248,10 +250,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("gdn_prefill_backend", CHOICE, {"vllm": ("--gdn-prefill-backend",)},
          "What runs the prefill of gated delta layers: FlashInfer keeps a block more.",
          choices=("triton", "flashinfer", "cutedsl")),
-    Flag("hybrid_disabled", SWITCH, {"vllm": ("--disable-hybrid-kv-cache-manager",),
-         "sglang": ("--disable-hybrid-swa-memory",)},
+    Flag("hybrid_disabled", SWITCH, {"vllm": ("--disable-hybrid-kv-cache-manager",)},
          "Keep every token of windowed layers, as some connectors need.",
          off=("--no-disable-hybrid-kv-cache-manager",)),
+    Flag("hybrid_disabled", SWITCH, {"sglang": ("--disable-hybrid-swa-memory",)},
+         "Keep every token of windowed layers (SGLang)."),
     Flag("speculative", OBJECT, {"vllm": ("--speculative-config", "-sc")},
          "How tokens are drafted: method, num_speculative_tokens, model. Draft layers have a cache too."),
     Flag("prefix_caching", SWITCH, {"sglang": ("--disable-radix-cache",)},
@@ -274,8 +277,10 @@ FLAGS: tuple[Flag, ...] = (
          choices=("float32", "bfloat16", "float16")),
     Flag("attention_backend", TEXT, {"sglang": ("--attention-backend",), "vllm": ("--attention-backend", "VLLM_ATTENTION_BACKEND")},
          "Kernels of attention: some need pages of their own size (SGLang), or keep fp8 in their own layout (vLLM)."),
-    Flag("sparse_backend", TEXT, {"sglang": ("--dsa-decode-backend", "--dsa-prefill-backend")},
-         "Kernels of sparse latent attention (SGLang)."),
+    Flag("sparse_backend", CHOICE, {"sglang": ("--dsa-decode-backend", "--dsa-prefill-backend")},
+         "Kernels of sparse latent attention (SGLang).",
+         choices=("flashmla_sparse", "flashmla_kv", "flashmla_auto", "flashmla_prefill", "flashmla_decode", "fa3",
+                  "tilelang", "aiter", "trtllm")),
     Flag("speculative_algorithm", TEXT, {"sglang": ("--speculative-algorithm",), "llama.cpp": ("--spec-type",)},
          "How tokens are drafted: SGLang's EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM; llama.cpp's draft-mtp, ngram-…."),
     Flag("draft_path", TEXT, {"sglang": ("--speculative-draft-model-path",)},

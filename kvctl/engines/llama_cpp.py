@@ -141,10 +141,12 @@ def plan(
     lines += ahead
     if by.one_cache:
         lines.append(log.self_size(by, stored, laid.cells, laid.slots, fmt))
-    block = laid.pad * sum(cache.row for cache in stored.caches if not cache.reach)
+    growing = [cache for cache in stored.caches if not cache.reach]
+    # Where entries stand for several tokens, so many cells are no block of equal bytes.
+    block = laid.pad * sum(cache.row for cache in growing) if all(cache.ratio == 1 for cache in growing) else 0
     budget = serving.kv_budget
     # Without a cache that grows there is no longest context to find.
-    capacity = _largest(spec, laid, serving, budget, stored) if budget is not None and block else None
+    capacity = _largest(spec, laid, serving, budget, stored) if budget is not None and growing else None
     if budget is not None and total > budget:
         warnings += (f"the cache takes {total:,} bytes, more than the budget of {budget:,}",)
     return Allocation(

@@ -73,7 +73,7 @@ def rules(version: str | None) -> tuple[Rules, tuple[str, ...]]:
     """
     if version is None:
         return _NEWEST, ()
-    named = re.fullmatch(r"b?(\d{1,6})", version)
+    named = re.fullmatch(r"b?([0-9]{1,6})", version)
     if named is None:
         raise UsageError(f"--engine: {version[:40]!r} is no build of llama.cpp", hint="for example llama.cpp@b9842")
     build = int(named[1])
@@ -82,6 +82,8 @@ def rules(version: str | None) -> tuple[Rules, tuple[str, ...]]:
             f"--engine: kvctl knows llama.cpp from build b{BUILDS[0][0]} (February 2025), not b{build}",
             hint="--engine llama.cpp",
         )
+    if build > NEWEST:
+        return _NEWEST, (f"estimated: build b{build} by the rules of b{NEWEST}, the newest that was measured",)
     before, ours = next(row for row in reversed(BUILDS) if row[0] <= build)
     after, theirs = next((row for row in BUILDS if row[0] >= build), BUILDS[-1])
     if ours is theirs:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvctl.engines.config_files import short
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
@@ -48,6 +49,8 @@ def commands(text: str) -> list[Pasted]:
         documents = [item for item in yaml.safe_load_all(text) if item is not None]
     except (yaml.YAMLError, RecursionError, ValueError):
         raise UsageError("--engine-args: looks like a list or a manifest, and is no valid YAML") from None
+    if not short(documents):
+        raise UsageError("--engine-args: the YAML in it stands for more than it says")
     if len(documents) == 1 and isinstance(documents[0], list) and all(map(_is_word, documents[0])):
         return [Pasted([str(word) for word in documents[0]], {})]
     found = list(_walk(documents, 0))

@@ -18,7 +18,6 @@ from kvctl.engines.sglang_budget import (
     allocated,
     capped,
     check_version,
-    dotted,
     given_slots,
     pools,
     rules_for,
@@ -27,6 +26,7 @@ from kvctl.engines.sglang_budget import (
 )
 from kvctl.engines.sglang_log import lines
 from kvctl.engines.sglang_pools import KV_DTYPES, Layout, kv_dtype, layout
+from kvctl.engines.versions import dotted
 from kvctl.errors import UsageError
 from kvctl.spec import Formats, ModelSpec
 from kvctl.units import plural
@@ -68,17 +68,17 @@ def plan(
     if pool is not None:
         capacity = pool.tokens * copies
         concurrency = capacity / context
-        log = lines(laid, fmt, context, serving, settings, pool)
+        if pool.tokens > 0 and not (laid.states and pool.slots <= 0 and serving.kv_budget is not None):
+            log = lines(laid, fmt, context, serving, settings, pool)
         if serving.kv_budget is not None:
             _check(laid, context, sequences, settings, pool, capacity, warnings)
-        if pool.tokens <= 0 or (laid.states and pool.slots <= 0 and serving.kv_budget is not None):
-            log = []
     _explain(laid, serving, settings, tp, reasons)
     return Allocation(
         device="gpu",
         tensor_parallel_size=tp,
         block_size=settings.page,
-        bytes_per_block=max(per_page),
+        # Pools of windows have fewer pages: no page of the full ones has so many bytes.
+        bytes_per_block=0 if laid.windowed is not None else max(per_page),
         blocks_per_request=pages,
         reserved_bytes=max(reserved),
         kv_budget_bytes=serving.kv_budget,
@@ -103,10 +103,10 @@ def _check(
     laid: Layout, context: int, sequences: int, settings: Settings, pool: Pool, capacity: int, warnings: list[str]
 ) -> None:
     """What would go wrong at start-up, or with so many requests."""
-    if pool.tokens <= 0:
-        warnings.append("SGLang would not start: the budget holds no token")
-    elif laid.states and pool.slots <= 0:
+    if laid.states and pool.slots <= 0:
         warnings.append("SGLang would not start: the budget holds no recurrent state")
+    elif pool.tokens <= 0:
+        warnings.append("SGLang would not start: the budget holds no token")
     elif laid.windowed and pool.windowed <= laid.window + settings.page:
         warnings.append(
             f"SGLang could serve no request: {pool.windowed:,} tokens of windowed layers hold no window of {laid.window:,}"

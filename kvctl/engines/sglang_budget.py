@@ -10,6 +10,7 @@ from typing import Any
 
 from kvctl.allocation import Serving
 from kvctl.engines.sglang_pools import BUFFERED, Layout, Stage, page_size
+from kvctl.engines.versions import dotted, numbers, unknown
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 from kvctl.spec import Formats, ModelSpec
@@ -100,17 +101,10 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     """Rules of a version ("0.5.13", "0.5.13.post1", "v0.5"), and a warning where they were not read from it."""
     if version is None:
         return RULES[-1], None
-    parts = version.lower().removeprefix("v").split(".")
-    if len(parts) > 2 and parts[-1].startswith("post"):
-        parts[-1] = parts[-1].removeprefix("post")
-    if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
-        raise UsageError(f"--engine: {version[:40]!r} is no version of SGLang", hint="for example sglang@0.5.13")
-    asked = (int(parts[0]), int(parts[1]), int(parts[2]) if len(parts) > 2 else 0)
+    major, minor, patch = (*numbers(version, "SGLang", "sglang@0.5.13"), 0)[:3]
+    asked = (major, minor, patch)
     if not RULES[0].since <= asked <= NEWEST:
-        raise UsageError(
-            f"--engine: kvctl knows SGLang {dotted(RULES[0].since)} to {dotted(NEWEST)}, not {version[:40]}",
-            hint="the rules change between versions; name one of these",
-        )
+        raise unknown(version, "SGLang", RULES[0].since, NEWEST)
     rules = next(rules for rules in reversed(RULES) if rules.since <= asked)
     if asked in _READ:
         return rules, None
@@ -120,10 +114,6 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
 def check_version(version: str) -> None:
     """Refuses a version whose rules are not known."""
     rules_for(version)
-
-
-def dotted(version: tuple[int, int, int]) -> str:
-    return ".".join(str(part) for part in version)
 
 
 class Pool(Record):
@@ -252,6 +242,8 @@ def pools(laid: Layout, context: int, serving: Serving, settings: Settings) -> P
             slots = given_slots(serving, settings) or 0
         else:
             slots, left = _split_states(laid, budget / GIB, serving, settings)
+            if slots <= 0 or left <= 0:
+                return Pool(0, 0, max(0, slots), 0)  # it does not start
             rest = int(left * GIB)
     if budget is None:
         counted = most or 0
@@ -261,6 +253,8 @@ def pools(laid: Layout, context: int, serving: Serving, settings: Settings) -> P
     tokens, windowed = min(_split(laid, stage, counted, most, settings) for stage in laid.stages)
     if laid.windowed and capped(serving, settings):
         windowed = min(_request_cap(laid, serving, settings), most or 2**63)
+    if tokens <= 0:
+        return Pool(0, 0, slots, 0)
     # Before 0.5.10 requests were limited by the tokens first counted.
     limit = tokens if settings.rules.half else counted
     return Pool(tokens, windowed, slots, _requests(limit, slots, context, laid, settings), fits)

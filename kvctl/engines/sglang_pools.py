@@ -366,13 +366,25 @@ def _stages(counts: list[tuple[int, int, int, int]], serving: Serving) -> tuple[
     return tuple(out)
 
 
+# Source: sglang srt/arg_groups/overrides.py; cutlass_mla: server_args.py up to 0.5.14.
+_PAGES = {"flashmla": (64,), "trtllm_mla": (64, 32), "cutedsl_mla": (64, 32), "tokenspeed_mla": (64, 32),
+          "trtllm_mha": (64, 16, 32, 128), "hpc_ops": (64,), "cutlass_mla": (128,), "intel_xpu": (128, 64)}  # fmt: skip
+"""Tokens in a page that a backend has; the first is what it takes instead of others."""
+_ANY_PAGE = ("triton", "torch_native", "flex_attention", "flashinfer", "fa3", "fa4", "dual_chunk_flash_attn", "dsa", "nsa",
+             "aiter", "wave", "intel_amx")  # fmt: skip
+
+
 def page_size(spec: ModelSpec, serving: Serving, sparse: bool) -> tuple[int, str]:
     """Tokens in a page, and why, where that is not what was asked for."""
     asked, backend = serving.block_size or 1, serving.attention_backend or ""
     if sparse:
         return 64, "" if asked == 64 else "pages of 64 tokens: sparse attention has no other on NVIDIA GPUs"
-    allowed = {"flashmla": (64,), "trtllm_mla": (64, 32), "cutedsl_mla": (64, 32), "trtllm_mha": (64, 16, 32, 128),
-               "hpc_ops": (64,)}.get(backend)  # fmt: skip
+    if backend and backend not in (*_PAGES, *_ANY_PAGE):
+        raise UsageError(f"--attention-backend: unknown value {backend[:40]!r}",
+                         hint="one of " + ", ".join(sorted((*_PAGES, *_ANY_PAGE))))  # fmt: skip
+    allowed = _PAGES.get(backend)
+    if backend == "fa4" and asked != 128:
+        return asked, "on Blackwell fa4 has no pages but those of 128 tokens, unless for latents"
     if allowed is None or asked in allowed:
         return asked, ""
     return allowed[0], f"pages of {allowed[0]} tokens: {backend} has no pages of {asked}"

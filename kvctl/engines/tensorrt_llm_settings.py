@@ -6,6 +6,7 @@ Sources: TensorRT-LLM llmapi/llm_args.py, docs/source/features/kvcache.md, relea
 from __future__ import annotations
 
 from kvctl.allocation import Serving
+from kvctl.engines.versions import pair, unknown
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 from kvctl.spec import Formats, ModelSpec
@@ -50,18 +51,12 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     """Rules of a version ("1.2", "1.2.1", "v1.3"), and a warning where no release has them yet."""
     asked = _DEFAULT
     if version is not None:
-        parts = version.lower().removeprefix("v").split(".")
-        if not 2 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
-            raise UsageError(
-                f"--engine: {version[:40]!r} is no version of TensorRT-LLM", hint="for example tensorrt-llm@1.2"
-            )
-        asked = (int(parts[0]), int(parts[1]))
+        asked = pair(version, "TensorRT-LLM", "tensorrt-llm@1.2")
     for rules in RULES:
         if rules.since == asked:
             doubt = f"estimated: TensorRT-LLM {asked[0]}.{asked[1]} goes by the rules of its release candidates"
             return rules, doubt if rules.candidate else None
-    raise UsageError(f"--engine: kvctl knows TensorRT-LLM 1.0 to 1.4, not {version}",
-                     hint="the rules change between versions; name one of these")  # fmt: skip
+    raise unknown(version or "", "TensorRT-LLM", RULES[0].since, RULES[-1].since)
 
 
 def check_version(version: str) -> None:

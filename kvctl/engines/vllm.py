@@ -70,7 +70,7 @@ def plan(
     if num_blocks is not None and usable < laid.request:
         log = ()
     elif rules.each_stage and budget is not None and serving.num_blocks is None:
-        counts = [budget // size for size in laid.of_stage]
+        counts = [budget // size for size in laid.of_stage if size]  # a stage may have no layer with a cache
         log = tuple(line for count in counts for line in _capacity(rules, serving, laid, count)[2])
     ranks, held = laid.settings.ranks, sequences * laid.request
     if num_blocks is not None and num_blocks > 2 * (held + rules.spare_block):

@@ -6,8 +6,10 @@ versions do otherwise stands in `Rules`.
 
 from __future__ import annotations
 
-from kvctl.engines.vllm_rules import Rules, dotted
+from kvctl.engines.versions import dotted
+from kvctl.engines.vllm_rules import Rules
 from kvctl.engines.vllm_specs import Spec, sized
+from kvctl.engines.vllm_stages import stage_sizes
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 
@@ -257,16 +259,5 @@ def longest(groups: list[Group], settings: Settings, blocks: int, most: int) -> 
 
 
 def stage_of(layers: int, stages: int, partition: tuple[int, ...] | None) -> list[int]:
-    """The pipeline stage of every layer: even parts; what remains goes to stages before the last.
-
-    Source: vllm distributed/utils.py, get_pp_indices.
-    """
-    if stages > layers:
-        raise UsageError(f"--pipeline-parallel-size {stages} is more than the {layers} layers")
-    parts = list(partition) if partition is not None else [layers // stages] * stages
-    if partition is None:
-        for back in range(2, layers % stages + 2):
-            parts[-back] += 1
-    elif len(parts) != stages or sum(parts) != layers:
-        raise UsageError(f"VLLM_PP_LAYER_PARTITION does not divide {layers} layers over {stages} stages")
-    return [stage for stage, count in enumerate(parts) for _ in range(count)]
+    """The pipeline stage of every layer."""
+    return [stage for stage, count in enumerate(stage_sizes(layers, stages, partition)) for _ in range(count)]

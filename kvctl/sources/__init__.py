@@ -61,7 +61,7 @@ def _from_address(address: str) -> tuple[str, str | None, str | None]:
     }
     if page is None or page[1] not in hosts:
         raise SourceError(
-            f"{address[:200]} is an address, and kvctl reads files and Hub names",
+            f"{re.sub(r'//[^/]*@', '//…@', address)[:200]} is an address, and kvctl reads files and Hub names",
             hint="name the repository (org/name), or pipe the file: curl -L ADDRESS | kvctl size -",
         )
     from urllib.parse import unquote
