@@ -421,3 +421,49 @@ def test_empty_values_are_refused(kvctl: Run) -> None:
 def test_minus_one_is_the_engines_choice() -> None:
     assert settings("llama-server -m m -np 2 -np -1")[3] == {}
     assert settings("python -m sglang.launch_server --model m --chunked-prefill-size -1")[3] == {}
+
+
+SCRIPT = """#!/bin/bash
+# vllm serve Old/Model --max-model-len 1
+docker pull vllm/vllm-openai:v0.11.0 && cd src/vllm
+export HF_TOKEN=x
+vllm serve Qwen/Qwen3-32B \\
+  # --tensor-parallel-size 8 \\
+  --tensor-parallel-size 4 \\  # GPUs
+  --max-model-len 32768  # --max-model-len 1
+echo started --max-model-len 2
+cat <<EOF > log
+--max-model-len 3
+EOF
+"""
+
+
+def test_a_script_around_the_command() -> None:
+    assert settings(SCRIPT) == VLLM
+
+
+def test_several_commands_are_said(kvctl: Run) -> None:
+    text = "vllm serve Qwen/Qwen3-8B --max-model-len 4096 && vllm serve Qwen/Qwen3-32B --max-model-len 8192"
+    outcome = kvctl("size", "--engine-args", text, "--json")
+    assert outcome.json["results"][0]["model"]["id"] == "Qwen/Qwen3-8B"
+    assert "2 commands in it start an engine: the first is taken" in outcome.err
+
+
+def test_unknown_flags_do_not_flood(kvctl: Run) -> None:
+    many = " ".join(f"--q{number} x" for number in range(20_000))
+    outcome = kvctl("size", "--engine-args", f"vllm serve Qwen/Qwen3-8B --max-model-len 4096 {many[:150_000]}")
+    assert len(outcome.err.splitlines()) < 12
+    assert "more flags are not known" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("vllm serve <model> --max-model-len 4096", "<model> stands for something"),
+        ("vllm serve m --max-num 4", "--max-num could be --max-num-batched-tokens or --max-num-seqs"),
+    ],
+)
+def test_what_would_be_misread_is_refused(kvctl: Run, text: str, words: str) -> None:
+    outcome = kvctl("size", "--engine-args", text)
+    assert outcome.code == 2
+    assert words in outcome.err

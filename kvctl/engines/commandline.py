@@ -71,6 +71,7 @@ _OPEN = {("llama.cpp", "slots"), ("sglang", "max_batched")}
 OPEN_LENGTHS: Mapping[str, tuple[str, ...]] = {"vllm": ("auto", "-1"), "llama.cpp": ("0",)}
 """Lengths that stand for the model's own, or for the longest that fits."""
 
+_SHOWN = 8
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _UNSET = re.compile(r"\$\{?\w+|\$\(|\{\{")
 
@@ -111,6 +112,8 @@ def read(text: str, engine: str | None = None) -> Started:
                          hint="it is for " + ", ".join(COMMON))  # fmt: skip
     environment = pasted.environment | docker_variables(pasted.words)
     reader = _Reader(name, started.version if started is not None else None, pasted.files)
+    if pasted.others:
+        reader.notes.append(f"{pasted.others + 1} commands in it start an engine: the first is taken")
     words = started.rest if started is not None else pasted.words
     return reader.read(words, environment, slots=1 if started is not None and started.name in ONE_SLOT else None)
 
@@ -128,6 +131,7 @@ class _Reader:
         self.switches, self.values = _known(engine)
         self.names = self.flags.keys() | self.common.keys() | self.switches | self.values
         self.notes: list[str] = []
+        self.unknown: list[str] = []
         self.settings: dict[str, str] = {}
         self.given: dict[str, Given] = {}
         self.objects: dict[str, dict[str, Any]] = {}
@@ -204,7 +208,12 @@ class _Reader:
         """The flag that a shortened one stands for: argparse takes the start of a name that no other has."""
         if name in self.names or len(name) < 6:
             return name
-        longer = [other for other in self.names if other.startswith(name)]
+        ours = self.flags.keys() | self.common.keys()
+        longer = sorted(
+            (other for other in self.names if other.startswith(name)), key=lambda other: (other not in ours, other)
+        )
+        if len(longer) > 1 and longer[0] in ours:
+            raise UsageError(f"--engine-args: {name} could be {longer[0]} or {longer[1]}", hint="write it out")
         return longer[0] if len(longer) == 1 else name
 
     def _is_switch(self, name: str) -> bool:
@@ -255,7 +264,7 @@ class _Reader:
         near = difflib.get_close_matches(name, known, 1, 0.84) if name.startswith("--") else []
         if near:
             raise UsageError(f"--engine-args: {self.engine} has no flag {name[:60]}", hint=f"did you mean {near[0]}?")
-        self.notes.append(f"{name[:60]} is no flag of {self.engine} that kvctl knows: passed over")
+        self.unknown.append(name[:60])
 
     def _started(self, positional: Sequence[str]) -> Started:
         import json
@@ -275,6 +284,10 @@ class _Reader:
         if model is not None and _UNSET.search(model):
             raise UsageError(f"--engine-args: the model is {model[:40]!r}, which a shell would replace",
                              hint="put its name there")  # fmt: skip
+        for name in self.unknown[:_SHOWN]:
+            self.notes.append(f"{name} is no flag of {self.engine} that kvctl knows: passed over")
+        if len(self.unknown) > _SHOWN:
+            self.notes.append(f"{len(self.unknown) - _SHOWN:,} more flags are not known: passed over")
         return Started(self.engine, self.version, model, settings, tuple(self.given.values()), tuple(self.notes))
 
 

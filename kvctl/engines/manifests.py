@@ -29,6 +29,8 @@ class Pasted(Record):
     image: str | None = None
     files: Mapping[str, str] = {}
     """Files that the text writes before it starts the engine: their names, and what is in them."""
+    others: int = 0
+    """Other commands of the text that start an engine."""
 
 
 def looks_like(text: str) -> bool:

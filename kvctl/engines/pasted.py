@@ -36,6 +36,8 @@ _CALL = re.compile(
 )
 _NEXT = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*([ \t]*)(-?)")
 _NEXT_PLAIN = re.compile(r"(?:[ \t]*\r?\n)*([ \t]*)(-?)")
+_FETCHES = {"pull", "build", "push", "tag", "inspect", "images"}
+_PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w /.-]{0,40})>")
 _OLLAMA = re.compile(r"\b(OLLAMA_[A-Z_]+):([^\s\]]*)")
 _HEREDOC = re.compile(r"^[^\n]*<<-?[ \t]*['\"\\]?(\w+)['\"]?[^\n]*\n", re.MULTILINE)
 _SETTINGS_FILE = re.compile(r"[\w./~-]+\.(?:ya?ml|json)\b")
@@ -103,11 +105,14 @@ def _dashes(match: re.Match[str]) -> str:
 
 
 def _chosen(found: Sequence[Pasted]) -> Pasted:
-    """The first that starts an engine, its variables put in place."""
-    first = next((one for one in found if program(one.words, one.image) is not None), None)
-    one = first or (found[0] if found else Pasted([], {}))
+    """The first that starts an engine, its variables put in place; how many others do is kept."""
+    starts = [(one, started) for one in found if (started := program(one.words, one.image)) is not None]
+    # An image alone may only have been fetched or built.
+    starts = [(one, started) for one, started in starts if started.name or not _FETCHES & {*one.words}] or starts
+    servers = [one for one, started in starts if started.name] or [one for one, _ in starts]
+    one = servers[0] if servers else found[0] if found else Pasted([], {})
     words = [word for text in one.words for word in _substituted(text, one.environment)]
-    return one.replace(words=words)
+    return one.replace(words=words, others=len({tuple(other.words) for other in servers}) - 1 if servers else 0)
 
 
 def _substituted(word: str, environment: dict[str, str]) -> list[str]:
@@ -127,7 +132,11 @@ def _substituted(word: str, environment: dict[str, str]) -> list[str]:
 
 
 def _shell(text: str) -> Pasted:
+    if placeholder := _PLACEHOLDER.search(text):
+        raise UsageError(f"--engine-args: {placeholder[0]} stands for something", hint="put the value itself there")
     windows = _WINDOWS.search(text) is not None
+    # A flag that is commented out, or a remark after the end of a line, in the middle of a command.
+    text = re.sub(r"(?<=\\\n)[ \t]*#[^\n]*(\n|\Z)", "", re.sub(r"\\[ \t]+#[^\n]*(?=\n)", r"\\", text))
     prepared = _PROMPT.sub("", text)
     prepared = re.sub(r"^(\w+)[ \t]*[:?]=[ \t]*(?=\S)", r"\1=", prepared, flags=re.MULTILINE)  # a Makefile's
     prepared = re.sub(r"(?i)\$env:(\w+)[ \t]*=[ \t]*", r"\1=", prepared)
