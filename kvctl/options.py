@@ -67,7 +67,7 @@ class Asked(Record):
             started = started.replace(cache_implementation="dynamic")
         name = started.draft_path
         if started.speculative is not None:
-            from kvctl.engines.vllm_speculation import draft_model
+            from kvctl.engines.vllm.speculation import draft_model
 
             name = draft_model(started.speculative)
         if name is None:

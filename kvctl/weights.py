@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kvctl.engines.vllm_stages import stage_sizes
+from kvctl.engines.vllm.stages import stage_sizes
 from kvctl.errors import ConfigError, UsageError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields

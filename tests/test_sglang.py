@@ -12,7 +12,7 @@ from conftest import DATA
 
 from kvctl.allocation import Allocation, Serving
 from kvctl.engines import sglang
-from kvctl.engines.sglang_fraction import default_start
+from kvctl.engines.sglang.fraction import default_start
 from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.formats import BF16, FP16, CacheFormat, plain
 from kvctl.model import build_spec

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from conftest import DATA
 
-from kvctl.engines.vllm_groups import Placed, Settings, bytes_per_block, groups_of, promoted
-from kvctl.engines.vllm_rules import rules_for
-from kvctl.engines.vllm_specs import Spec
+from kvctl.engines.vllm.groups import Placed, Settings, bytes_per_block, groups_of, promoted
+from kvctl.engines.vllm.rules import rules_for
+from kvctl.engines.vllm.specs import Spec
 from kvctl.errors import ConfigError
 
 Json = dict[str, Any]

@@ -99,7 +99,7 @@ TRANSFORMERS = Engine(
     beams_share_cross=False,
     quantizes=False,
     summary="bytes of every tensor in transformers' cache: DynamicCache, or the one that --cache-implementation names",
-    module=".hf_transformers",
+    module=".transformers",
     rows=True,
 )
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
-from kvctl.engines.tensorrt_llm_layers import Held, held_by, kv_dtype
-from kvctl.engines.tensorrt_llm_pools import blocks_for, divided, grain, pools_of
-from kvctl.engines.tensorrt_llm_settings import Settings, check_version, rules_for, settings_for
+from kvctl.engines.tensorrt_llm.layers import Held, held_by, kv_dtype
+from kvctl.engines.tensorrt_llm.pools import blocks_for, divided, grain, pools_of
+from kvctl.engines.tensorrt_llm.settings import Settings, check_version, rules_for, settings_for
 from kvctl.errors import ConfigError, UsageError
 from kvctl.spec import Attention, Formats, ModelSpec
 from kvctl.units import plural

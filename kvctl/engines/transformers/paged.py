@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import ceil, lcm
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
-from kvctl.engines.hf_transformers import split_heads
+from kvctl.engines.transformers.plan import split_heads
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 from kvctl.spec import Attention, Formats, FullAttention, ModelSpec, SlidingWindow

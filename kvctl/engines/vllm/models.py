@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvctl.engines.states import not_known
-from kvctl.engines.vllm_specs import Spec, Told
-from kvctl.engines.vllm_specs import specs_of as plain_specs
+from kvctl.engines.vllm.specs import Spec, Told
+from kvctl.engines.vllm.specs import specs_of as plain_specs
 from kvctl.errors import ConfigError, UsageError
 from kvctl.spec import Attention, ConvState, Formats, Indexer, Layer, ModelSpec, RecurrentState
 

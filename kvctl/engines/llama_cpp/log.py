@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 
-from kvctl.engines.llama_cpp_builds import Rules
-from kvctl.engines.llama_cpp_storage import Cache, Compressor, Storage
+from kvctl.engines.llama_cpp.builds import Rules
+from kvctl.engines.llama_cpp.storage import Cache, Compressor, Storage
 from kvctl.spec import Formats
 
 MIB = 2**20

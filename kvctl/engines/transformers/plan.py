@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import TRANSFORMERS
-from kvctl.engines.hf_quantized import Packing, Shape, packing
 from kvctl.engines.states import not_known
+from kvctl.engines.transformers.quantized import Packing, Shape, packing
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record
@@ -109,9 +109,9 @@ def plan(
     if spec.model_type in _OWN_CACHES:
         raise ConfigError(f"{spec.model_type} brings a cache of its own: transformers ignores cache_implementation")
     if name == "paged":
-        from kvctl.engines import hf_paged
+        from kvctl.engines.transformers import paged
 
-        return hf_paged.plan(spec, context, sequences, fmt, serving)
+        return paged.plan(spec, context, sequences, fmt, serving)
     batch = _Batch(spec, sequences, fmt, serving.encoder, serving.tensor_parallel or 1)
     if name == "quantized":
         packed = packing(serving, context)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvctl.engines.config_files import short
+from kvctl.engines.commandline.config_files import short
 from kvctl.errors import UsageError
 from kvctl.record import Record
 

@@ -11,8 +11,8 @@ _storage/_core.py (slots of physical memory), and pyexecutor/kv_cache/kv_cache_m
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow
-from kvctl.engines.tensorrt_llm_layers import Held
-from kvctl.engines.tensorrt_llm_settings import Settings
+from kvctl.engines.tensorrt_llm.layers import Held
+from kvctl.engines.tensorrt_llm.settings import Settings
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 from kvctl.units import plural

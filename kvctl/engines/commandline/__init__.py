@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvctl.engines import config_files
+from kvctl.engines.commandline import config_files
+from kvctl.engines.commandline.pasted import command, docker_variables
+from kvctl.engines.commandline.programs import ONE_SLOT, engine_of_variables, program
 from kvctl.engines.flags import BYTES, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
-from kvctl.engines.pasted import command, docker_variables
-from kvctl.engines.programs import ONE_SLOT, engine_of_variables, program
 from kvctl.errors import UsageError
 from kvctl.record import Record
 

@@ -10,10 +10,10 @@ one stream that all slots share, otherwise every slot has a stream of its own.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
-from kvctl.engines import llama_cpp_log as log
-from kvctl.engines.llama_cpp_builds import Rules, rules, unsure
-from kvctl.engines.llama_cpp_drafts import drafted
-from kvctl.engines.llama_cpp_storage import Cache, Storage, latents, storage, uneven, windowed
+from kvctl.engines.llama_cpp import log
+from kvctl.engines.llama_cpp.builds import Rules, rules, unsure
+from kvctl.engines.llama_cpp.drafts import drafted
+from kvctl.engines.llama_cpp.storage import Cache, Storage, latents, storage, uneven, windowed
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record

@@ -1,7 +1,7 @@
 """vLLM's planner: pages, groups, blocks and the capacity that its start-up log prints.
 
 Sources: vllm 0.32.0 and 0.33.0 v1/kv_cache_interface.py, v1/core/kv_cache_utils.py and
-kv_cache_planning.py, platforms/interface.py and platforms/cpu.py; `vllm_rules` has what other
+kv_cache_planning.py, platforms/interface.py and platforms/cpu.py; `rules` has what other
 versions do otherwise.
 
 A layer's states become one spec each (`Spec`: what one block of one layer is). Specs of
@@ -12,12 +12,12 @@ pool, and a request holds blocks of every group.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
-from kvctl.engines import vllm_packed as packed
-from kvctl.engines.vllm_groups import Group, Settings, longest
-from kvctl.engines.vllm_layout import Laid, connectors, lay_out
-from kvctl.engines.vllm_models import check_served
-from kvctl.engines.vllm_rules import Rules, minor_of, rules_for
-from kvctl.engines.vllm_specs import Spec, check_format, kv_dtype
+from kvctl.engines.vllm import packed
+from kvctl.engines.vllm.groups import Group, Settings, longest
+from kvctl.engines.vllm.layout import Laid, connectors, lay_out
+from kvctl.engines.vllm.models import check_served
+from kvctl.engines.vllm.rules import Rules, minor_of, rules_for
+from kvctl.engines.vllm.specs import Spec, check_format, kv_dtype
 from kvctl.errors import UsageError
 from kvctl.spec import Attention, Formats, ModelSpec
 from kvctl.units import plural

@@ -10,8 +10,8 @@ is kept once more for each drafted token, to go back to.
 from __future__ import annotations
 
 from kvctl.allocation import Serving
-from kvctl.engines.llama_cpp_builds import Rules
-from kvctl.engines.llama_cpp_storage import Cache, Storage
+from kvctl.engines.llama_cpp.builds import Rules
+from kvctl.engines.llama_cpp.storage import Cache, Storage
 from kvctl.engines.states import plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat

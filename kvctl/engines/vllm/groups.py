@@ -7,9 +7,9 @@ versions do otherwise stands in `Rules`.
 from __future__ import annotations
 
 from kvctl.engines.versions import dotted
-from kvctl.engines.vllm_rules import Rules
-from kvctl.engines.vllm_specs import Spec, sized
-from kvctl.engines.vllm_stages import stage_sizes
+from kvctl.engines.vllm.rules import Rules
+from kvctl.engines.vllm.specs import Spec, sized
+from kvctl.engines.vllm.stages import stage_sizes
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.allocation import Serving
-from kvctl.engines.sglang_pools import BUFFERED, Layout, Stage, page_size
+from kvctl.engines.sglang.pools import BUFFERED, Layout, Stage, page_size
 from kvctl.engines.versions import dotted, numbers, unknown
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record

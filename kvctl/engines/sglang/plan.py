@@ -1,6 +1,6 @@
 """What SGLang reserves: pools of tokens and of recurrent states.
 
-`sglang_pools` says what a token takes, `sglang_budget` how memory is divided, by version, and `sglang_log`
+`pools` says what a token takes, `budget` how memory is divided, by version, and `log`
 what is printed of it; their sources are named there.
 
 The memory left for the cache is divided by the bytes of one token over all layers. Windowed layers of
@@ -12,7 +12,7 @@ page more, for padded tokens, that is not part of the budget.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
-from kvctl.engines.sglang_budget import (
+from kvctl.engines.sglang.budget import (
     Pool,
     Settings,
     allocated,
@@ -24,8 +24,8 @@ from kvctl.engines.sglang_budget import (
     settings_for,
     windowed_tokens,
 )
-from kvctl.engines.sglang_log import lines
-from kvctl.engines.sglang_pools import KV_DTYPES, Layout, kv_dtype, layout
+from kvctl.engines.sglang.log import lines
+from kvctl.engines.sglang.pools import KV_DTYPES, Layout, kv_dtype, layout
 from kvctl.engines.versions import dotted
 from kvctl.errors import UsageError
 from kvctl.spec import Formats, ModelSpec

@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvctl.engines import manifests
-from kvctl.engines.manifests import Pasted, assignments, flags_of
-from kvctl.engines.programs import program
+from kvctl.engines.commandline import manifests
+from kvctl.engines.commandline.manifests import Pasted, assignments, flags_of
+from kvctl.engines.commandline.programs import program
 from kvctl.errors import UsageError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)

@@ -5,7 +5,7 @@ Source: llama.cpp b11434 src/llama-kv-cache-dsv4.cpp. Every slot has streams of 
 
 from __future__ import annotations
 
-from kvctl.engines.llama_cpp_storage import Cache, Compressor, Storage
+from kvctl.engines.llama_cpp.storage import Cache, Compressor, Storage
 from kvctl.engines.states import not_known
 from kvctl.families.compressor import CompressorTail
 from kvctl.formats import CacheFormat

@@ -7,7 +7,7 @@ windows apart), src/llama-hparams.cpp (rows and states) and conversion/ (model t
 from __future__ import annotations
 
 from kvctl.engines import IDEAL
-from kvctl.engines.llama_cpp_builds import NEWEST, Rules
+from kvctl.engines.llama_cpp.builds import NEWEST, Rules
 from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat
@@ -154,9 +154,9 @@ def storage(spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> Stor
                           hint="its files of that time hold expanded heads: give such a .gguf file")  # fmt: skip
     if latents(spec) and not rules.latent_values and fmt.key.name != fmt.value.name:
         raise UsageError("llama.cpp keeps latents in one type for K and V", hint="-ctk and -ctv alike")
-    from kvctl.engines import llama_cpp_dsv4
+    from kvctl.engines.llama_cpp import dsv4
 
-    if spec.model_type in llama_cpp_dsv4.TYPES:
+    if spec.model_type in dsv4.TYPES:
         return _compressing(spec, fmt, rules)
     rows = _Rows(spec, fmt, rules, flash=flash)
     for layer in spec.layers:
@@ -168,14 +168,14 @@ def storage(spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> Stor
 
 
 def _compressing(spec: ModelSpec, fmt: Formats, rules: Rules) -> Storage:
-    from kvctl.engines import llama_cpp_dsv4
+    from kvctl.engines.llama_cpp import dsv4
 
     if rules != Rules():
         raise ConfigError(f"{spec.id}: kvctl knows how builds from b{NEWEST} on store compressed attention",
                           hint="--engine llama.cpp")  # fmt: skip
     if fmt.key.name != fmt.value.name:
         raise UsageError("llama.cpp keeps compressed entries in one type for K and V", hint="-ctk and -ctv alike")
-    return llama_cpp_dsv4.storage(spec, fmt.key)
+    return dsv4.storage(spec, fmt.key)
 
 
 class _Rows:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvctl.allocation import Serving
-from kvctl.engines import vllm_packed as packed
-from kvctl.engines.vllm_groups import (
+from kvctl.engines.vllm import packed
+from kvctl.engines.vllm.groups import (
     Group,
     Placed,
     Settings,
@@ -22,10 +22,10 @@ from kvctl.engines.vllm_groups import (
     promoted,
     stage_of,
 )
-from kvctl.engines.vllm_models import MINIMAX_M3, MINIMAX_M3_BLOCK, least_batched, specs_of
-from kvctl.engines.vllm_rules import Rules, dotted
-from kvctl.engines.vllm_specs import KV_DTYPES, Spec, is_packed, told
-from kvctl.engines.vllm_speculation import Drafts, drafts
+from kvctl.engines.vllm.models import MINIMAX_M3, MINIMAX_M3_BLOCK, least_batched, specs_of
+from kvctl.engines.vllm.rules import Rules, dotted
+from kvctl.engines.vllm.specs import KV_DTYPES, Spec, is_packed, told
+from kvctl.engines.vllm.speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import plain
 from kvctl.record import Record

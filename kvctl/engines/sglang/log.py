@@ -7,8 +7,8 @@ GB there are GiB, but for the cache in host memory. What a line holds that depen
 from __future__ import annotations
 
 from kvctl.allocation import Serving
-from kvctl.engines.sglang_budget import GIB, Pool, Settings, allocated, capped, windowed_tokens
-from kvctl.engines.sglang_pools import TORCH_NAMES, Layout, Stage
+from kvctl.engines.sglang.budget import GIB, Pool, Settings, allocated, capped, windowed_tokens
+from kvctl.engines.sglang.pools import TORCH_NAMES, Layout, Stage
 from kvctl.errors import ConfigError
 from kvctl.spec import Formats
 
