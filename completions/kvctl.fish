@@ -57,7 +57,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l attention-backend -x 
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l dsa-decode-backend -l dsa-prefill-backend -x -a 'flashmla_sparse flashmla_kv flashmla_auto flashmla_prefill flashmla_decode fa3 tilelang aiter trtllm' -d 'Kernels of sparse latent attention'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l spec-type -l speculative-algorithm -x -d 'How tokens are drafted'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l speculative-draft-model-path -x -d 'The model that drafts'
-complete -c kvctl -n '__fish_seen_subcommand_from size' -l spec-draft-n-max -l speculative-num-draft-tokens -x -d 'Tokens verified in a step'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l spec-draft-n-max -l speculative-num-draft-tokens -x -d 'Tokens verified in a step, or drafted'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s ctkd -l cache-type-k-draft -l spec-draft-type-k -x -d 'Type of the keys of draft layers'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -s ctvd -l cache-type-v-draft -l spec-draft-type-v -x -d 'Type of the values of draft layers'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l hicache-ratio -x -d 'Tokens of SGLang\'s cache in host memory for each one on the GPU'

@@ -100,7 +100,7 @@ def _engine_option(flag: Flag, words: Collection[str]) -> Any:
         metavar=None if switch else flag.kind.metavar,
         is_flag=switch or None,
         type=None if switch else str,
-        help=flag.help,
+        help=f"{flag.help} ({', '.join(flag.engines)})",
         autocompletion=(
             lambda _context, _args, incomplete: [c for c in flag.choices if c.startswith(incomplete.lower())]
         )
