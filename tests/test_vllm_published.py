@@ -222,6 +222,9 @@ LOGS = (
         "--max-model-len 4096 --max-num-seqs 4 --enable-prefix-caching --mamba-cache-mode align",
         469 * 16 * 784 * 4096 / GIB, 160_085, 4096, "39.08"),
     # -- indexers that pool tokens ------------------------------------------------------------------
+    Log("public log, DeepSeek-V4-Flash on 8 GPUs, 0.31; the length is the only usual one that gives these tokens",
+        "0.31.0", "DeepSeek-V4-Flash", "--tensor-parallel-size 8 --kv-cache-dtype fp8 --max-model-len 262144 --max-num-batched-tokens 8192",
+        47.43, 1_728_531, 262_144, None),
     Log("public log, GLM-5.3-Flash on 8 GPUs, 0.31.1rc1", "0.31.0", "GLM-5.3-Flash",
         "-tp 8 --max-model-len 262144 --no-enable-prefix-caching", 28.73, 2_618_281, 262_144, None),
     Log("public log of a build after 0.28.0, GLM-5.3-Flash on 8 GPUs; its support came with 0.30", "0.30.0", "GLM-5.3-Flash",
