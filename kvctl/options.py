@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import UsageError
+from kvctl.errors import SourceError, UsageError
 from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES, CacheFormat, DType, model_dtype
 from kvctl.record import Record
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvctl.allocation import Serving
     from kvctl.engines import Engine
     from kvctl.engines.flags import Given
+    from kvctl.sources import Found
 
 OUTPUT_FORMATS = ("table", "json", "csv", "md")
 
@@ -42,6 +43,8 @@ class Asked(Record):
 
     engine: str
     models: tuple[str, ...]
+    pasted_model: bool
+    """Whether the model is that of a pasted command line."""
     revision: str | None
     contexts: tuple[int, ...] | None
     own_maximum: bool
@@ -77,6 +80,18 @@ class Asked(Record):
 
         return started.replace(draft=build_spec(resolve(name)))
 
+    def find(self, name: str, source: str | None) -> Found:
+        """A model's configuration; for one that a pasted command line names, how to name another."""
+        from kvctl.sources import resolve
+
+        try:
+            return resolve(name, source=source, revision=self.revision)
+        except SourceError as error:
+            if not self.pasted_model:
+                raise
+            raise SourceError(error.message, hint="the pasted command names it; another name for it goes before: "
+                              "kvctl size MODEL --engine-args …") from error  # fmt: skip
+
     def cache_formats(self, engine: Engine) -> tuple[CacheFormat | None, CacheFormat | None]:
         """Formats of keys and of values in the engine's own names; None for its default."""
         both, key, value = self.kv_dtypes
@@ -106,6 +121,7 @@ def read_asked(
     own = Asked(
         engine=engine or "ideal",
         models=tuple(models or ()),
+        pasted_model=False,
         revision=revision,
         contexts=parse_token_list(ctx) if ctx is not None else None,
         own_maximum=False,
@@ -149,6 +165,7 @@ def read_asked(
     return own.replace(
         engine=pasted.engine + (f"@{version}" if version else ""),
         models=own.models or ((pasted.model,) if pasted.model else ()),
+        pasted_model=not own.models,
         revision=revision or (said.get("revision") if not own.models else None),
         contexts=own.contexts or pasted_contexts,
         own_maximum=own.contexts is None and pasted_contexts is None,

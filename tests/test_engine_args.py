@@ -467,3 +467,9 @@ def test_what_would_be_misread_is_refused(kvctl: Run, text: str, words: str) -> 
     outcome = kvctl("size", "--engine-args", text)
     assert outcome.code == 2
     assert words in outcome.err
+
+
+def test_a_model_that_is_not_here_says_how_to_name_another(kvctl: Run) -> None:
+    outcome = kvctl("size", "--engine-args", "vllm serve /data/models/Qwen3-32B -tp 2")
+    assert outcome.code == 1
+    assert "another name for it goes before: kvctl size MODEL --engine-args" in outcome.err

@@ -246,7 +246,6 @@ def size(
     from kvctl.reports import SizeReport, SizeResult
     from kvctl.size import SizePlan, contexts_for, needs_tensors
     from kvctl.size import size as size_of
-    from kvctl.sources import resolve
 
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
@@ -314,7 +313,7 @@ def size(
                 f"{asked.models[1]!r} is a number, not a model",
                 hint=f"several contexts are joined by commas: --ctx {ctx},{asked.models[1]}",
             )
-        found = [resolve(name, source=source, revision=asked.revision) for name in names]
+        found = [asked.find(name, source) for name in names]
         specs = [build_spec(one, asked.overrides, checked=engine_args is None) for one in found]
     else:
         raise UsageError(
