@@ -162,6 +162,9 @@ def read_asked(
         except UsageError as error:
             notes.append(f"the image is {pasted.engine} {pasted.version}: {error.message.partition(': ')[2]}; "
                          "the newest rules known are used")  # fmt: skip
+    if not version and pasted.unversioned:
+        notes.append(f"the image's tag says no version of {pasted.engine}: the newest rules known are used; "
+                     f"--engine {pasted.engine}@VERSION says another")  # fmt: skip
     return own.replace(
         engine=pasted.engine + (f"@{version}" if version else ""),
         models=own.models or ((pasted.model,) if pasted.model else ()),

@@ -123,10 +123,10 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
     if spec.max_context is not None and longest > spec.max_context:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
     if allocation is not None:
-        warnings += allocation.warnings
         if plan.serving.utilization is not None and allocation.kv_budget_bytes is None:
             warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
+        warnings += allocation.warnings
     weights = _weights(spec, plan, dtype, warnings)
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}

@@ -316,6 +316,31 @@ def test_versions_come_from_the_image(kvctl: Run) -> None:
     assert "newest rules" in new.err
 
 
+@pytest.mark.parametrize("image", ["vllm/vllm-openai:latest", "vllm/vllm-openai", "nvcr.io/nvidia/vllm:25.09-py3"])
+def test_an_image_that_says_no_version(kvctl: Run, image: str) -> None:
+    """`latest` moves, and NVIDIA's builds are numbered by year and month: neither is a version of vLLM."""
+    text = f"docker run {image} vllm serve Qwen/Qwen3-8B"
+    outcome = kvctl("size", "--json", "--engine-args", text)
+    assert "says no version of vllm" in outcome.err
+    assert outcome.json["results"][0]["engine"]["version"] == "0.33"
+    assert "no version" not in kvctl("size", "--json", "--engine", "vllm@0.12", "--engine-args", text).err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve Qwen/Qwen3-8B -q fp8",
+        "vllm serve Qwen/Qwen3-8B --quantization=awq",
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --cpu-offload-gb 4",
+    ],
+)
+def test_what_changes_weights_alone_is_said(kvctl: Run, text: str) -> None:
+    outcome = kvctl("size", "--json", "--ctx", "4k", "--engine-args", text)
+    assert "weights" in outcome.err
+    # 36 layers × 2 × 8 KV heads × 128 × 2 bytes × 4,096 tokens
+    assert outcome.json["results"][0]["kv_bytes"] == 36 * 2 * 8 * 128 * 2 * 4096
+
+
 def test_what_ifs_of_the_engine(kvctl: Run) -> None:
     override = json.dumps({"max_position_embeddings": 65536, "rope_scaling": {"factor": 2}, "num_key_value_heads": 4})
     text = f"vllm serve Qwen/Qwen3-8B --hf-overrides '{override}'"

@@ -208,7 +208,7 @@ def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
         (("Qwen3-32B", "--engine", "ideal@3"), "takes no version"),
         (("Qwen3-32B", "--engine", "vllm@0.40"), "0.8 to 0.33"),
         (("Qwen3-32B", "--engine", "vllm@new"), "no version of vLLM"),
-        (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "q8_0"), "no format that vLLM has"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "q8_0"), "no format that vLLM 0.33 has"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "octave_k3v4"), "does not count yet"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-cache-dtype", "fp8_ds_mla"), "latent attention"),
         (("Qwen3-32B", "--engine", "vllm", "--k-dtype", "fp8"), "one format"),

@@ -311,7 +311,7 @@ def size(
         if len(names) > 1 and all(part.strip("kKmM").isdigit() for part in asked.models[1:]):
             raise UsageError(
                 f"{asked.models[1]!r} is a number, not a model",
-                hint=f"several contexts are joined by commas: --ctx {ctx},{asked.models[1]}",
+                hint=f"several contexts are joined by commas: --ctx {(ctx or '').rstrip(',')},{asked.models[1]}",
             )
         found = [asked.find(name, source) for name in names]
         specs = [build_spec(one, asked.overrides, checked=engine_args is None) for one in found]

@@ -26,8 +26,8 @@ class Planner(Protocol):
     ) -> Allocation | None:
         """What the engine reserves for requests of `context` tokens; None where it allocates as it goes."""
 
-    def kv_dtype(self, name: str, option: str) -> CacheFormat:
-        """The cache format that `name` means; unknown ones list what there is."""
+    def kv_dtype(self, name: str, option: str, version: str | None) -> CacheFormat:
+        """The cache format that `name` means to a version; unknown ones list what there is."""
 
     def check_version(self, version: str) -> None:
         """Refuses a version whose rules are not known."""
@@ -77,7 +77,7 @@ class Engine(Record):
 
     def kv_dtype(self, name: str, option: str) -> CacheFormat:
         """The cache format that `name` means to this engine."""
-        return self.planner.kv_dtype(name, option) if self.plans else cache_format(name, option=option)
+        return self.planner.kv_dtype(name, option, self.version) if self.plans else cache_format(name, option=option)
 
 
 IDEAL = Engine(
@@ -168,5 +168,6 @@ def engine(name: str) -> Engine:
             if not candidate.plans:
                 raise UsageError(f"--engine: {plain} has one set of rules here; it takes no version")
             candidate.planner.check_version(version)
-            return candidate.replace(version=version.removeprefix("v"))
+            version = version.removeprefix("v")
+            return candidate.replace(version=f"b{version}" if plain == "llama.cpp" and version.isdigit() else version)
     raise UsageError(f"--engine: unknown engine {name!r}", hint="one of " + ", ".join(e.name for e in ENGINES))

@@ -90,7 +90,10 @@ def _tokens(text: str, spelling: str, flag: Flag) -> int:
 
 
 def _bytes(text: str, spelling: str, flag: Flag) -> int:
-    return parse_bytes(text, what=spelling)
+    value = parse_bytes(text, what=spelling)
+    if value < 1024 and text.strip().isdigit():
+        raise UsageError(f"{spelling}: {value} bytes hold nothing", hint=f"did you mean {text.strip()}GiB?")
+    return value
 
 
 def _number(text: str, spelling: str, flag: Flag) -> float:

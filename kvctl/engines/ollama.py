@@ -26,7 +26,7 @@ _BATCHES = ((2048, 32_768), (1024, 4096), (512, 0))
 """Tokens of a batch, and the contexts (-c) above which Ollama takes it where there is room."""
 
 
-def kv_dtype(name: str, option: str) -> CacheFormat:
+def kv_dtype(name: str, option: str, version: str | None = None) -> CacheFormat:
     """The cache format that OLLAMA_KV_CACHE_TYPE's `name` means; unknown ones list what there is."""
     if option in ("--k-dtype", "--v-dtype"):
         raise UsageError("ollama keeps keys and values in one format", hint="--kv-dtype sets both")

@@ -1,8 +1,9 @@
 """Pasted command lines: how somebody starts an engine, in the shell, in Docker or in Kubernetes.
 
-`pasted` finds the words of the command, `programs` what it starts. `read` finds the engine, its version, the model and the flags that change memory. Flags that do
-not are passed over; which of an engine's flags take a value is data (data/engine_flags.json),
-so that a misspelt one is told from one that does not matter here.
+`pasted` finds the words of the command, `programs` what it starts. `read` finds the engine,
+its version, the model and the flags that change memory. Flags that do not are passed over;
+which of an engine's flags take a value is data (data/engine_flags.json), so that a misspelt
+one is told from one that does not matter here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from kvctl.engines.commandline import config_files
 from kvctl.engines.commandline.pasted import command, docker_variables
-from kvctl.engines.commandline.programs import ONE_SLOT, engine_of_variables, program
+from kvctl.engines.commandline.programs import ONE_SLOT, Program, engine_of_variables, program
 from kvctl.engines.flags import BYTES, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
 from kvctl.errors import UsageError
 from kvctl.record import Record
@@ -46,8 +47,14 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 
+_WEIGHTS = {
+    "--quantization": "changes what weights take, and the cache stays as it is: --weights-dtype counts them",
+    "--cpu-offload-gb": "moves weights to host memory and leaves the cache as it is",
+}
 _BESIDE = {
-    "vllm": dict.fromkeys(
+    "vllm": _WEIGHTS
+    | {"-q": _WEIGHTS["--quantization"]}
+    | dict.fromkeys(
         ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
         "changes what the cache takes, and kvctl does not count it: passed over",
     ),
@@ -55,7 +62,8 @@ _BESIDE = {
         ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
         "names a draft model, whose own cache comes beside this",
     ),
-    "sglang": {
+    "sglang": _WEIGHTS
+    | {
         "--speculative-draft-kv-cache-dtype": "stores draft layers in a type of their own; they are counted in the model's",
         "--attention-context-parallel-size": "leaves fewer ranks to split heads over, which is not counted",
         "--attn-cp-size": "leaves fewer ranks to split heads over, which is not counted",
@@ -63,7 +71,7 @@ _BESIDE = {
         "--enable-hisparse": "keeps part of the cache in host memory, which is not counted",
     },
 }  # fmt: skip
-"""Flags that change memory in ways that kvctl does not plan."""
+"""Flags that change memory in ways that the plan of the cache leaves out, and what kvctl says of them."""
 
 # Where -1 says that the engine chooses, as it does without the flag.
 _OPEN = {("llama.cpp", "slots"), ("sglang", "max_batched")}
@@ -81,6 +89,8 @@ class Started(Record):
 
     engine: str
     version: str | None
+    unversioned: bool
+    """An image without a version in its tag starts it."""
     model: str | None
     common: Mapping[str, str]
     """Settings of `COMMON` but for the model."""
@@ -111,7 +121,7 @@ def read(text: str, engine: str | None = None) -> Started:
         raise UsageError(f"--engine-args: {name} has no command line of its own",
                          hint="it is for " + ", ".join(COMMON))  # fmt: skip
     environment = pasted.environment | docker_variables(pasted.words)
-    reader = _Reader(name, started.version if started is not None else None, pasted.files)
+    reader = _Reader(name, started, pasted.files)
     if pasted.others:
         reader.notes.append(f"{pasted.others + 1} commands in it start an engine: the first is taken")
     words = started.rest if started is not None else pasted.words
@@ -124,8 +134,10 @@ def read(text: str, engine: str | None = None) -> Started:
 class _Reader:
     """Words of one engine's command line, read into settings."""
 
-    def __init__(self, engine: str, version: str | None, files: Mapping[str, str]) -> None:
-        self.engine, self.version, self.files = engine, version, files
+    def __init__(self, engine: str, started: Program | None, files: Mapping[str, str]) -> None:
+        self.engine, self.files = engine, files
+        self.version = started.version if started is not None else None
+        self.unversioned = started is not None and started.unversioned
         self.flags = {name: flag for flag in FLAGS for name in self._spellings(flag)}
         self.common = {name: field for field, names in COMMON[engine].items() for name in names}
         self.switches, self.values = _known(engine)
@@ -288,7 +300,9 @@ class _Reader:
             self.notes.append(f"{name} is no flag of {self.engine} that kvctl knows: passed over")
         if len(self.unknown) > _SHOWN:
             self.notes.append(f"{len(self.unknown) - _SHOWN:,} more flags are not known: passed over")
-        return Started(self.engine, self.version, model, settings, tuple(self.given.values()), tuple(self.notes))
+        return Started(
+            self.engine, self.version, self.unversioned, model, settings, tuple(self.given.values()), tuple(self.notes)
+        )
 
 
 def _scalar(text: str) -> Any:

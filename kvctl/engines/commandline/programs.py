@@ -22,7 +22,7 @@ _PROGRAMS = (
 _MODULES = (("vllm.entrypoints.", "vllm"), ("sglang.launch_server", "sglang"), ("sglang.bench_", "sglang"),
             ("sglang.srt.", "sglang"), ("dynamo.vllm", "vllm"), ("dynamo.sglang", "sglang"), ("llama_cpp.server", "llama.cpp"))  # fmt: skip
 _IMAGE = re.compile(
-    r"(?:[\w.-]+(?::\d+)?/)*(?:(?P<vllm>vllm-openai|vllm)|(?P<sglang>sglang)|(?P<llama>llama\.cpp)|(?P<ollama>ollama)"
+    r"(?P<registry>(?:[\w.-]+(?::\d+)?/)*)(?:(?P<vllm>vllm-openai|vllm)|(?P<sglang>sglang)|(?P<llama>llama\.cpp)|(?P<ollama>ollama)"
     r"|tensorrt-llm/(?P<trt>release))(?:-\w+)?(?::(?P<tag>[\w.-]+))?(?:@sha256:[0-9a-f]+)?"
 )
 _OF_IMAGE = {"vllm": "vllm", "sglang": "sglang", "llama": "llama.cpp", "ollama": "ollama", "trt": "tensorrt-llm"}
@@ -41,6 +41,8 @@ class Program(Record):
     name: str
     """The program; empty where an image alone says the engine."""
     rest: list[str]
+    unversioned: bool
+    """An image of the engine whose tag (latest, nightly, a month) does not say the version."""
 
 
 def program(words: Sequence[str], image: str | None) -> Program | None:
@@ -72,7 +74,9 @@ def image_engine(word: str) -> tuple[str, str | None] | None:
     if match is None or ("/" not in word and ":" not in word):
         return None
     engine = next(_OF_IMAGE[name] for name in _OF_IMAGE if match[name])
-    tag = _TAG.fullmatch(match["tag"] or "")
+    # NVIDIA's own builds of vLLM and SGLang count by the month (nvcr.io/nvidia/vllm:25.09-py3).
+    dated = engine in ("vllm", "sglang") and match["registry"].startswith("nvcr.io/")
+    tag = _TAG.fullmatch(match["tag"] or "") if not dated else None
     return engine, (tag[1] or tag[2]) if tag else None
 
 
@@ -82,7 +86,8 @@ def engine_of_variables(names: Sequence[str]) -> str | None:
 
 
 def _started(owner: str, found: tuple[str, str | None] | None, name: str, rest: list[str]) -> Program:
-    return Program(owner, found[1] if found is not None and found[0] == owner else None, name, rest)
+    version = found[1] if found is not None and found[0] == owner else None
+    return Program(owner, version, name, rest, unversioned=found is not None and found == (owner, None))
 
 
 def _after(words: Sequence[str], index: int, owner: str) -> list[str]:

@@ -27,7 +27,7 @@ KV_TYPES = {
 """What --cache-type-k and --cache-type-v take."""
 
 
-def kv_dtype(name: str, option: str) -> CacheFormat:
+def kv_dtype(name: str, option: str, version: str | None = None) -> CacheFormat:
     """The cache format that llama.cpp's `name` means; unknown ones list what there is."""
     ours = KV_TYPES.get(name.lower())
     if ours is None:

@@ -101,8 +101,10 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     """Rules of a version ("0.5.13", "0.5.13.post1", "v0.5"), and a warning where they were not read from it."""
     if version is None:
         return RULES[-1], None
-    major, minor, patch = (*numbers(version, "SGLang", "sglang@0.5.13"), 0)[:3]
-    asked = (major, minor, patch)
+    asked = numbers(version, "SGLang", "sglang@0.5.13")[:3]
+    if len(asked) == 2:
+        # A minor release by itself is its newest patch.
+        asked = max((known for known in _READ if known[:2] == asked), default=(*asked, 0))
     if not RULES[0].since <= asked <= NEWEST:
         raise unknown(version, "SGLang", RULES[0].since, NEWEST)
     rules = next(rules for rules in reversed(RULES) if rules.since <= asked)

@@ -25,8 +25,7 @@ from kvctl.engines.sglang.budget import (
     windowed_tokens,
 )
 from kvctl.engines.sglang.log import lines
-from kvctl.engines.sglang.pools import KV_DTYPES, Layout, kv_dtype, layout
-from kvctl.engines.versions import dotted
+from kvctl.engines.sglang.pools import Layout, kv_dtype, layout
 from kvctl.errors import UsageError
 from kvctl.spec import Formats, ModelSpec
 from kvctl.units import plural
@@ -47,9 +46,6 @@ def plan(
     if context < 1:
         raise UsageError("--ctx 0: SGLang needs a length of at least one token")
     rules, doubt = rules_for(version)
-    if fmt.key.name in KV_DTYPES and fmt.key.name not in rules.dtypes and fmt.key.name not in ("bf16", "bfloat16"):
-        raise UsageError(f"--kv-cache-dtype {fmt.key.name}: not in SGLang {dotted(rules.since)}",
-                         hint="one of auto, " + ", ".join(rules.dtypes))  # fmt: skip
     laid = layout(spec, fmt, serving, rules.windowed, not rules.elided)
     reasons: list[str] = []
     warnings = [doubt] if doubt else []
@@ -57,7 +53,9 @@ def plan(
     pool = pools(laid, context, serving, settings)
 
     pages = -(-context // settings.page)
-    held = Pool(sequences * pages * settings.page, 0, sequences * settings.slots if laid.states else 0, sequences)
+    # Ranks of decode context parallelism hold their part of the tokens.
+    share = -(-sequences * pages // (serving.decode_context_parallel or 1))
+    held = Pool(share * settings.page, 0, sequences * settings.slots if laid.states else 0, sequences)
     held = held.replace(windowed=windowed_tokens(held.tokens, settings) if laid.windowed else 0)
     reserved = [allocated(laid, stage, held, settings) for stage in laid.stages]
     per_page = [settings.page * (laid.full_row(stage) + laid.windowed_row(stage)) for stage in laid.stages]
@@ -112,7 +110,8 @@ def _check(
             f"SGLang could serve no request: {pool.windowed:,} tokens of windowed layers hold no window of {laid.window:,}"
         )
     elif capacity < sequences * context:
-        warnings.append(f"{plural(sequences, 'request')} of {context:,} tokens need {sequences * context:,}, "
+        need = "needs" if sequences == 1 else "need"
+        warnings.append(f"{plural(sequences, 'request')} of {context:,} tokens {need} {sequences * context:,}, "
                         f"and the pool holds {capacity:,}: longer ones are refused, others wait")  # fmt: skip
     elif sequences > pool.requests:
         warnings.append(f"{pool.requests} requests run at a time, {sequences} were asked for: some would wait")

@@ -140,19 +140,19 @@ class Layout(Record):
         return 0 if self.windowed is None else self.windowed.bytes * stage.windowed
 
 
-def kv_dtype(name: str, option: str) -> CacheFormat:
-    """The cache format that SGLang's --kv-cache-dtype `name` means; unknown ones list what there is."""
+def kv_dtype(name: str, option: str, version: str | None = None) -> CacheFormat:
+    """The cache format that --kv-cache-dtype `name` means to a version of SGLang; unknown ones list what there is."""
+    from kvctl.engines.sglang.budget import rules_for
+
     if option in ("--k-dtype", "--v-dtype"):
         raise UsageError(
             "sglang keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
         )
-    fmt = KV_DTYPES.get(name.lower())
-    if fmt is None:
-        newest = [key for key in KV_DTYPES if key != "fp4_e2m1"]
-        raise UsageError(
-            f"{option}: {name[:40]!r} is no format that SGLang has", hint="one of auto, " + ", ".join(newest)
-        )
-    return fmt
+    has = rules_for(version)[0].dtypes
+    if name.lower() not in has:
+        raise UsageError(f"{option}: {name[:40]!r} is no format that SGLang has" + (f" in {version}" if version else ""),
+                         hint="one of auto, " + ", ".join(has))  # fmt: skip
+    return KV_DTYPES[name.lower()]
 
 
 def heads_on_rank(heads: int, ranks: int) -> int:

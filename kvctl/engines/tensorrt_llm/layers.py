@@ -38,7 +38,7 @@ _INDEX_TOKENS = 64
 """Tokens in a block of indexer keys up to 1.2, whatever the cache's blocks have."""
 
 
-def kv_dtype(name: str, option: str) -> CacheFormat:
+def kv_dtype(name: str, option: str, version: str | None = None) -> CacheFormat:
     """The cache format that TensorRT-LLM's `name` means; unknown ones list what there is."""
     if option in ("--k-dtype", "--v-dtype"):
         raise UsageError(

@@ -62,7 +62,7 @@ _LOOPED = ("dory", "inkling2_loop", "inkling2_loop_text")
 """Model types that run through some layers several times."""
 
 
-def kv_dtype(name: str, option: str) -> CacheFormat:
+def kv_dtype(name: str, option: str, version: str | None = None) -> CacheFormat:
     """The cache format that `name` means."""
     return cache_format(name, option=option)
 

@@ -17,9 +17,9 @@ from kvctl.engines.vllm.groups import Group, Settings, longest
 from kvctl.engines.vllm.layout import Laid, connectors, lay_out
 from kvctl.engines.vllm.models import check_served
 from kvctl.engines.vllm.rules import Rules, minor_of, rules_for
-from kvctl.engines.vllm.specs import Spec, check_format, kv_dtype
+from kvctl.engines.vllm.specs import Spec, fp8_key, kv_dtype
 from kvctl.errors import UsageError
-from kvctl.spec import Attention, Formats, ModelSpec
+from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec
 from kvctl.units import plural
 
 __all__ = ["check_version", "kv_dtype", "plan"]
@@ -46,9 +46,7 @@ def plan(
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
     _check_split(spec, serving)
-    asked = (rules.since[0], rules.since[1]) if version is None else minor_of(version)
-    check_served(spec, asked)
-    check_format(fmt, asked)
+    check_served(spec, minor_of(version))
     laid = lay_out(spec, context, fmt, serving, rules, reasons, warnings)
     budget, num_blocks = serving.kv_budget, serving.num_blocks
     if num_blocks is None and budget is not None:
@@ -64,7 +62,7 @@ def plan(
             reasons.append(f"a length of {fits:,} is the longest that fits; the model's own is {context:,}")
             laid = laid.replace(context=fits)
         _warn_of_shortage(rules, serving, laid, num_blocks, usable, sequences, fits, warnings)
-    _warn_of_precision(spec, fmt, serving, rules, warnings)
+    _warn_of_precision(spec, laid, fmt, serving, rules, warnings)
     _explain(spec, laid, serving, reasons)
     reported, concurrency, log = _capacity(rules, serving, laid, num_blocks)
     if num_blocks is not None and usable < laid.request:
@@ -109,7 +107,13 @@ def _check_split(spec: ModelSpec, serving: Serving) -> None:
     if spec.attention_heads is not None and spec.attention_heads % ranks:
         raise UsageError(f"--tensor-parallel-size {ranks} does not divide the {spec.attention_heads} attention heads",
                          hint="vLLM refuses this split")  # fmt: skip
-    if ranks % (serving.decode_context_parallel or 1):
+    dealt = serving.decode_context_parallel or 1
+    heads = [s.kv_heads for layer, _ in spec.groups for s in layer.states_in("vllm") if isinstance(s, Attention)]
+    latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
+    if dealt > 1 and heads and not latent and not (ranks > max(heads) and dealt <= ranks // max(heads)):
+        raise UsageError(f"--decode-context-parallel-size {dealt}: on {plural(ranks, 'rank')}, {max(heads)} KV heads are "
+                         "not repeated so often", hint="vLLM deals tokens out over ranks that hold the same heads")  # fmt: skip
+    if ranks % dealt:
         raise UsageError(f"--decode-context-parallel-size {serving.decode_context_parallel} does not divide the "
                          f"{plural(ranks, 'rank')} of --tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
 
@@ -159,14 +163,19 @@ def _warn_of_shortage(
         )
 
 
-def _warn_of_precision(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> None:
+def _warn_of_precision(
+    spec: ModelSpec, laid: Laid, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]
+) -> None:
     """What the numbers do not show: scales that are not there, and what a share of the memory covers."""
     if fmt.key.name in ("fp8", "fp8_e4m3", "fp8_e5m2") and spec.kv_format is None:
-        warnings.append("the configuration names no scales for an fp8 cache: vLLM takes 1.0, which may cost accuracy")
+        hybrid = any(item.spec.kind == "state" for group in laid.groups for item in group)
+        warnings.append("the configuration names no scales for an fp8 cache: vLLM takes 1.0, which may cost accuracy"
+                        + (", and computes none where layers are recurrent" if hybrid else ""))  # fmt: skip
     if serving.utilization is not None and serving.kv_budget is None:
-        graphs = "CUDA graphs come out of it too" if rules.graphs_counted else "CUDA graphs come on top of it"
-        warnings.append(f"--gpu-memory-utilization {serving.utilization:g} of this version ({rules.utilization} without it): "
-                        f"{graphs}")  # fmt: skip
+        graphs = "come out of that share too" if rules.graphs_counted else "come on top of that share"
+        warnings.append(
+            f"CUDA graphs {graphs} in this version, whose own --gpu-memory-utilization is {rules.utilization:g}"
+        )
 
 
 _KINDS = {"full": "full_attention", "latent": "latent_attention", "indexer": "indexer", "window": "sliding_window",
@@ -202,6 +211,9 @@ def _explain(spec: ModelSpec, laid: Laid, serving: Serving, reasons: list[str]) 
             f"{plural(len(groups), 'group')} of {plural(widest, 'layer')} share one pool"
             + (f"; {plural(short, 'place')} in them stay empty and are paid for" if short else "")
         )
+    keys = {fp8_key(s.dim) for layer, _ in spec.groups for s in layer.states_in("vllm") if isinstance(s, Indexer)}
+    if any(item.kind == "indexer" and item.token_bytes in keys for item in specs):
+        reasons.append("indexer keys are kept in fp8, 4 bytes of scale for 128, whatever --kv-cache-dtype says")
     for window in sorted({item.limit for item in specs if item.kind == "window"}):
         if window - 1 + settings.in_flight < context:
             batches = f"{settings.in_flight // settings.batched} × " if settings.in_flight != settings.batched else ""

@@ -142,8 +142,10 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     return rules, None
 
 
-def minor_of(version: str) -> tuple[int, int]:
-    """The minor release that a version belongs to."""
+def minor_of(version: str | None) -> tuple[int, int]:
+    """The minor release that a version belongs to; None is the newest."""
+    if version is None:
+        return RULES[-1].since[0], RULES[-1].since[1]
     major, minor = version.lower().removeprefix("v").split(".")[:2]
     return int(major), int(re.split(r"\D", minor)[0])
 

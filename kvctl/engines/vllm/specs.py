@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvctl.engines import IDEAL
 from kvctl.engines.states import not_known, plain_attention
+from kvctl.engines.vllm.rules import dotted, minor_of
 from kvctl.errors import UsageError
 from kvctl.formats import BF16, FP16, FP32, CacheFormat, DType, cache_format, plain
 from kvctl.record import Record
@@ -59,41 +60,42 @@ KV_DTYPES: dict[str, CacheFormat] = {
         _PER_HEAD.head_bytes,
     ),
     "nvfp4": cache_format("nvfp4"),
+    "nvfp4_4over6": cache_format("nvfp4").replace(name="nvfp4_4over6"),
 }
 """What --kv-cache-dtype takes. vLLM also has packed formats of ROCm (octave_*, ultraquant_4bit)
 that are not counted here."""
 
-_SINCE = {"fp8_ds_mla": (0, 11), "nvfp4_ds_mla": (0, 30), "int4_per_token_head": (0, 25)} | {
-    name: (0, 20) for name in KV_DTYPES if name.startswith("turboquant") or name in (
-        "int8_per_token_head", "fp8_per_token_head", "nvfp4")
+_SINCE = {
+    "fp8_inc": (0, 10), "bfloat16": (0, 11), "fp8_ds_mla": (0, 12), "float16": (0, 18), "int4_per_token_head": (0, 25),
+    "nvfp4_4over6": (0, 28), "nvfp4_ds_mla": (0, 30), "ultraquant_4bit": (0, 32), "octave_k3v4": (0, 33),
+    "octave_k3v3": (0, 33), "octave_k3v3_compact": (0, 33),
+    **{name: (0, 20) for name in KV_DTYPES if name.startswith("turboquant") or name in (
+        "int8_per_token_head", "fp8_per_token_head", "nvfp4")},
 }  # fmt: skip
-_UNCOUNTED = ("octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit", "nvfp4_4over6")
-_DTYPES = ("fp32", "bf16", "fp16")
+_UNCOUNTED = ("octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit")
 
 
-def kv_dtype(name: str, option: str) -> CacheFormat:
-    """The cache format that vLLM's --kv-cache-dtype `name` means; unknown ones list what there is."""
+def kv_dtype(name: str, option: str, version: str | None = None) -> CacheFormat:
+    """The cache format that --kv-cache-dtype `name` means to a version of vLLM; unknown ones list what there is."""
     if option in ("--k-dtype", "--v-dtype"):
         raise UsageError(
             "vllm keeps keys and values in one format", hint="--kv-cache-dtype instead of --k-dtype, --v-dtype"
         )
-    fmt = KV_DTYPES.get(name.lower())
-    if fmt is None:
-        known = name.lower() in _UNCOUNTED
-        raise UsageError(
-            f"{option}: {name[:40]!r} is "
-            + ("a format of vLLM that kvctl does not count yet" if known else "no format that vLLM has"),
-            hint="one of auto, " + ", ".join(KV_DTYPES),
-        )
-    return fmt
+    asked = minor_of(version)
+    low = name.lower()
+    has = [known for known in KV_DTYPES if _SINCE.get(known, (0, 0)) <= asked]
+    if low in has:
+        return KV_DTYPES[low]
+    if low in _UNCOUNTED and _SINCE[low] <= asked:
+        what = "a format of vLLM that kvctl does not count yet"
+    else:
+        what = f"not known of vLLM {dotted(asked)}" if low in _SINCE else f"no format that vLLM {dotted(asked)} has"
+    raise UsageError(f"{option}: {name[:40]!r} is {what}", hint="one of auto, " + ", ".join(has))
 
 
-def check_format(fmt: Formats, version: tuple[int, int]) -> None:
-    """Refuses a format that this version does not have."""
-    if fmt.key.name not in _DTYPES and _SINCE.get(fmt.key.name, (0, 0)) > version:
-        names = [name for name in KV_DTYPES if _SINCE.get(name, (0, 0)) <= version]
-        raise UsageError(f"--kv-cache-dtype {fmt.key.name}: not known of vLLM {version[0]}.{version[1]}",
-                         hint="one of auto, " + ", ".join(names))  # fmt: skip
+def fp8_key(dim: int) -> int:
+    """Bytes of an indexer's key: fp8 with one fp32 scale for every 128, whatever the cache's format."""
+    return dim + dim // 128 * 4
 
 
 def is_packed(fmt: Formats) -> bool:
@@ -213,7 +215,7 @@ def _latent_row(state: LatentAttention, fmt: CacheFormat) -> int:
     width = state.latent + state.rope
     if fmt.name.endswith("_ds_mla") and width != fmt.block:
         raise UsageError(f"--kv-cache-dtype {fmt.name} is for latents of 512 + 64, not of {width}")
-    if fmt.name == "nvfp4" or fmt.name.startswith("turboquant"):
+    if fmt.name in ("nvfp4", "nvfp4_4over6") or fmt.name.startswith("turboquant"):
         raise UsageError(f"vLLM does not keep latents in {fmt.name}", hint="--kv-cache-dtype fp8")
     # Two scales, as if there were values of their own.
     return fmt.row_bytes(width, 0) + 2 * fmt.head_bytes
@@ -257,8 +259,7 @@ def specs_of(
         elif isinstance(state, LatentAttention) and state.window is None:
             specs.append(Spec("latent", _latent_row(state, fmt.key), 0))
         elif isinstance(state, Indexer) and state.dim % 128 == 0 and any(item.kind == "latent" for item in specs):
-            # Keys in fp8 with one fp32 scale for every 128, whatever the cache's format.
-            specs.append(Spec("indexer", state.dim + state.dim // 128 * 4, 0, stride=state.stride))
+            specs.append(Spec("indexer", fp8_key(state.dim), 0, stride=state.stride))
             if state.stride > 1:
                 # Keys and gates of the tokens that wait for their pool to be full.
                 specs.append(Spec("tail", 0, 0, page=2 * state.dim * fmt.model.bytes * state.stride))
