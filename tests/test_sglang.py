@@ -381,6 +381,10 @@ def test_formats_are_those_of_the_engine() -> None:
         assert caught.value.hint.endswith("auto, fp8_e5m2, fp8_e4m3, mxfp8, bf16, bfloat16, nvfp4, fp4_mx_block16")
     with pytest.raises(UsageError):
         sglang.kv_dtype("fp8_e4m3", "--k-dtype")
+    # The list is the version's: 0.5.3's server_args.py has auto and two kinds of fp8.
+    with pytest.raises(UsageError, match=r"0\.5\.3") as caught:
+        sglang.kv_dtype("bf16", "--kv-cache-dtype", "0.5.3")
+    assert caught.value.hint == "one of auto, fp8_e5m2, fp8_e4m3"
     for name, version in (("nvfp4", "0.5.13"), ("bf16", "0.5.2"), ("fp4_e2m1", None), ("mxfp8", "0.5.10")):
         with pytest.raises(UsageError):
             sglang.kv_dtype(name, "--kv-cache-dtype", version)

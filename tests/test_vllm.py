@@ -218,6 +218,12 @@ def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
         (("Qwen3-32B", "--engine", "vllm", "--beams", "4"), "by request, not by beam"),
         (("Qwen3-32B", "--engine", "vllm", "--image-tokens", "9"), "part of --ctx"),
         (("Qwen3-32B", "--engine", "vllm@0.11", "--kv-dtype", "int4_per_token_head"), "not known of vLLM 0.11"),
+        (("Qwen3-32B", "--engine", "vllm@0.11", "--kv-dtype", "octave_k3v4"), "not known of vLLM 0.11"),
+        (("Qwen3-32B", "--engine", "vllm@0.27", "--kv-dtype", "nvfp4_4over6"), "not known of vLLM 0.27"),
+        # 8 KV heads on 8 ranks: no two ranks hold the same, so there is nobody to deal tokens out to.
+        (("Qwen3-32B", "--engine", "vllm", "-tp", "8", "-dcp", "2"), "are not repeated so often"),
+        (("Qwen3-32B", "--engine", "vllm", "-tp", "16", "-dcp", "4"), "are not repeated so often"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "20"), "did you mean 20GiB?"),
         (("Qwen3-32B", "--engine", "vllm", "-tp", "0"), "out of range"),
         (("Qwen3-32B", "--engine", "vllm", "--block-size", "20"), "no multiple of 16"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "16 apples"), "not an amount of memory"),
@@ -313,6 +319,12 @@ def test_context_parallel_ranks_share_the_tokens(kvctl: Run) -> None:
     got = plan(kvctl, "DeepSeek-V3", "-tp", "8", "-dcp", "8", "--ctx", "128k", "--kv-budget", "10GiB")
     assert got["blocks_per_request"] == 256
     assert kvctl("size", "DeepSeek-V3", "--engine", "vllm", "-tp", "4", "-dcp", "3").code == 2
+
+
+def test_ranks_that_hold_the_same_heads_share_the_tokens(kvctl: Run) -> None:
+    # 8 KV heads on 16 ranks: pairs hold the same head, and each of a pair half of 4,096 tokens: 128 blocks of 16
+    got = plan(kvctl, "Qwen3-32B", "-tp", "16", "-dcp", "2", "--ctx", "4k")
+    assert (got["blocks_per_request"], got["bytes_per_block"]) == (128, 64 * 16 * 2 * 128 * 2)
 
 
 def test_drafting_enlarges_states_and_adds_a_layer(kvctl: Run) -> None:
