@@ -58,6 +58,10 @@ def test_other_versions_are_refused(version: str) -> None:
         engine(f"llama.cpp@{version}")
 
 
+def test_a_build_may_be_a_number() -> None:
+    assert engine("llama.cpp@6431") == engine("llama.cpp@b6431")
+
+
 def test_a_build_is_asked_for_by_its_tag(kvctl: Any) -> None:
     # DeepSeek-V3 in 2025: 61 layers of 576 and, once more, of 512 elements, in f16
     outcome: Outcome = kvctl(
