@@ -259,7 +259,7 @@ def paged(cases: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 ContinuousBatchingConfig(**settings), progress_bar=False)  # fmt: skip
             if any(len(answer.generated_tokens) != 4 for answer in out.values()):
                 raise ValueError("does not run")
-            settings |= {"max_blocks_per_request": 0, "use_async_batching": False, "max_sequences_per_batch": 4}
+            settings |= {"max_blocks_per_request": 0, "use_async_batching": False, "max_requests_per_batch": 4}
             made = pool(config, settings)
         except Exception:
             yield name, None
@@ -283,7 +283,7 @@ def budget(cases: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             config._attn_implementation = "flash_attention_2" if flash else "sdpa"
             windows = paged_cache.SLIDING_ATTENTION in paged_cache.group_layers_by_attn_type(config)
             settings = {"page_size": page, "max_batch_tokens": batched, "max_memory_percent": 1.0, "use_async_batching": overlap,
-                        "max_blocks_per_request": 32 if flash and not windows else 0, "max_sequences_per_batch": requests}  # fmt: skip
+                        "max_blocks_per_request": 32 if flash and not windows else 0, "max_requests_per_batch": requests}  # fmt: skip
             with mock.patch.object(paged_cache, "get_device_and_memory_breakdown", lambda m=memory: (None, m, 0, 0)):
                 try:
                     made = pool(config, settings, ranks)

@@ -411,7 +411,7 @@ def test_live_paged(name: str) -> None:
     config = model.config
     for page, ranks in ((8, 1), (32, 1), (32, 3)):
         settings = {"page_size": page, "num_blocks": 7, "max_batch_tokens": 32, "max_memory_percent": 1.0,
-                    "max_blocks_per_request": 0, "use_async_batching": False, "max_sequences_per_batch": 4}  # fmt: skip
+                    "max_blocks_per_request": 0, "use_async_batching": False, "max_requests_per_batch": 4}  # fmt: skip
         pool = script.pool(config, settings, ranks)
         got = plan(LIVE[name], 50, cache_implementation="paged", block_size=page, num_blocks=7, tensor_parallel=ranks)
         assert got.num_blocks == pool.num_sectors
