@@ -316,6 +316,20 @@ def test_versions_come_from_the_image(kvctl: Run) -> None:
     assert "newest rules" in new.err
 
 
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [
+        ("lmsysorg/sglang:v0.5.3rc0-cu126", "0.5.3rc0"),
+        ("lmsysorg/sglang:v0.5.10.rc0", "0.5.10.rc0"),
+        ("vllm/vllm-openai:v0.11.0rc2", "0.11.0rc2"),
+    ],
+)
+def test_a_candidate_goes_by_its_release(kvctl: Run, image: str, version: str) -> None:
+    outcome = kvctl("size", "Qwen/Qwen3-8B", "--ctx", "4k", "--json", "--engine-args", f"docker run {image}")
+    assert outcome.json["results"][0]["engine"]["version"] == version
+    assert "estimated" in outcome.err
+
+
 @pytest.mark.parametrize("image", ["vllm/vllm-openai:latest", "vllm/vllm-openai", "nvcr.io/nvidia/vllm:25.09-py3"])
 def test_an_image_that_says_no_version(kvctl: Run, image: str) -> None:
     """`latest` moves, and NVIDIA's builds are numbered by year and month: neither is a version of vLLM."""
@@ -498,3 +512,10 @@ def test_a_model_that_is_not_here_says_how_to_name_another(kvctl: Run) -> None:
     outcome = kvctl("size", "--engine-args", "vllm serve /data/models/Qwen3-32B -tp 2")
     assert outcome.code == 1
     assert "another name for it goes before: kvctl size MODEL --engine-args" in outcome.err
+
+
+def test_a_candidate_of_an_engine_that_has_no_release_yet(kvctl: Run) -> None:
+    text = "docker run nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc5 trtllm-serve Qwen/Qwen3-8B"
+    outcome = kvctl("size", "--ctx", "4k", "--json", "--engine-args", text)
+    assert outcome.json["results"][0]["engine"]["version"] == "1.3.0rc5"
+    assert "is no version" not in outcome.err

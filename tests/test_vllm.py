@@ -223,7 +223,14 @@ def test_groups_of_states_repeat_over_ranks(kvctl: Run) -> None:
         # 8 KV heads on 8 ranks: no two ranks hold the same, so there is nobody to deal tokens out to.
         (("Qwen3-32B", "--engine", "vllm", "-tp", "8", "-dcp", "2"), "are not repeated so often"),
         (("Qwen3-32B", "--engine", "vllm", "-tp", "16", "-dcp", "4"), "are not repeated so often"),
+        # 28 attention heads and 4 KV heads: 7 of them each, which 2 ranks do not share evenly (vllm config/model.py)
+        (("Qwen2.5-7B", "--engine", "vllm", "-tp", "28", "-dcp", "2"), "does not divide the 7 attention heads"),
+        (("DeepSeek-V3", "--engine", "vllm", "-tp", "8", "-dcp", "4", "-pcp", "2"), "vLLM takes 1, 2, 16"),
+        (("DeepSeek-V3", "--engine", "vllm@0.9", "-tp", "8", "-dcp", "8"), "no such context parallelism"),
+        (("DeepSeek-V3", "--engine", "vllm@0.11", "-tp", "8", "-pcp", "2"), "no such context parallelism"),
+        (("gemma-3-27b-it", "--engine", "vllm", "-tp", "32", "-dcp", "2"), "no tokens of windows"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "20"), "did you mean 20GiB?"),
+        (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "20.5"), "did you mean 20.5GiB?"),
         (("Qwen3-32B", "--engine", "vllm", "-tp", "0"), "out of range"),
         (("Qwen3-32B", "--engine", "vllm", "--block-size", "20"), "no multiple of 16"),
         (("Qwen3-32B", "--engine", "vllm", "--kv-budget", "16 apples"), "not an amount of memory"),
@@ -319,6 +326,13 @@ def test_context_parallel_ranks_share_the_tokens(kvctl: Run) -> None:
     got = plan(kvctl, "DeepSeek-V3", "-tp", "8", "-dcp", "8", "--ctx", "128k", "--kv-budget", "10GiB")
     assert got["blocks_per_request"] == 256
     assert kvctl("size", "DeepSeek-V3", "--engine", "vllm", "-tp", "4", "-dcp", "3").code == 2
+
+
+def test_ranks_of_the_prefill_divided_tokens_before_0_26(kvctl: Run) -> None:
+    # 131,072 tokens in blocks of 64: 2,048, over 2 ranks of the prefill 1,024 (v1/kv_cache_interface.py of each)
+    options = ("-tp", "8", "-pcp", "2", "--ctx", "128k", "--block-size", "64")
+    assert plan(kvctl, "DeepSeek-V3", *options, "--engine", "vllm@0.25")["blocks_per_request"] == 1024
+    assert plan(kvctl, "DeepSeek-V3", *options, "--engine", "vllm@0.33")["blocks_per_request"] == 2048
 
 
 def test_ranks_that_hold_the_same_heads_share_the_tokens(kvctl: Run) -> None:

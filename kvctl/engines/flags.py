@@ -91,8 +91,8 @@ def _tokens(text: str, spelling: str, flag: Flag) -> int:
 
 def _bytes(text: str, spelling: str, flag: Flag) -> int:
     value = parse_bytes(text, what=spelling)
-    if value < 1024 and text.strip().isdigit():
-        raise UsageError(f"{spelling}: {value} bytes hold nothing", hint=f"did you mean {text.strip()}GiB?")
+    if value < 1024 and text.strip().replace(".", "", 1).isdigit():
+        raise UsageError(f"{spelling}: {text.strip()} bytes hold nothing", hint=f"did you mean {text.strip()}GiB?")
     return value
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from kvctl.errors import UsageError
 
 
 def numbers(version: str, engine: str, example: str) -> tuple[int, ...]:
-    """The numbers of "0.11", "v0.11.0" or "0.5.13.post1", two to four of them."""
-    parts = version.lower().removeprefix("v").split(".")
+    """The numbers of "0.11", "v0.11.0", "1.3.0rc5" or "0.5.13.post1", two to four of them."""
+    parts = re.sub(r"\.?rc\d{1,4}$", "", version.lower().removeprefix("v"), flags=re.ASCII).split(".")
     if len(parts) > 2 and parts[-1].startswith("post") and parts[-1][4:].isdigit():
         parts.pop()  # the same code, packed again
     if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):

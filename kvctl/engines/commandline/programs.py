@@ -26,7 +26,7 @@ _IMAGE = re.compile(
     r"|tensorrt-llm/(?P<trt>release))(?:-\w+)?(?::(?P<tag>[\w.-]+))?(?:@sha256:[0-9a-f]+)?"
 )
 _OF_IMAGE = {"vllm": "vllm", "sglang": "sglang", "llama": "llama.cpp", "ollama": "ollama", "trt": "tensorrt-llm"}
-_TAG = re.compile(r"v?(\d+\.\d+(?:\.\d+)?)(?:[.-].*|)|(?:.*-)?(b\d{3,6})")
+_TAG = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?rc\d+)?)(?:[.-].*|)|(?:.*-)?(b\d{3,6})")
 _OF_VARIABLES = (("OLLAMA_", "ollama"), ("LLAMA_ARG_", "llama.cpp"))
 
 ONE_SLOT = ("llama-cli", "llama-completion", "llama-mtmd-cli")

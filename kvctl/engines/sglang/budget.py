@@ -108,6 +108,8 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     if not RULES[0].since <= asked <= NEWEST:
         raise unknown(version, "SGLang", RULES[0].since, NEWEST)
     rules = next(rules for rules in reversed(RULES) if rules.since <= asked)
+    if "rc" in version.lower():
+        return rules, f"estimated: SGLang {version[:40]} goes by the rules of the release, {dotted(asked)}"
     if asked in _READ:
         return rules, None
     return rules, f"estimated: SGLang {version} goes by the rules of {dotted(rules.since)}, the nearest version read"

@@ -253,7 +253,8 @@ def _settings(
         checkpoints=checkpoints,
         delta_step=64 if flashinfer and any(item.checkpoints == "delta" for item in specs) else 1,
         drafted=drafted if rules.draft_blocks else 0,
-        context_parallel=(serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1),
+        context_parallel=(serving.decode_context_parallel or 1)
+        * ((serving.prefill_context_parallel or 1) if rules.dealing == "both" else 1),
         latent_step=rules.latent_step,
     )
 

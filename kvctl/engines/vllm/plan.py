@@ -16,7 +16,7 @@ from kvctl.engines.vllm import packed
 from kvctl.engines.vllm.groups import Group, Settings, longest
 from kvctl.engines.vllm.layout import Laid, connectors, lay_out
 from kvctl.engines.vllm.models import check_served
-from kvctl.engines.vllm.rules import Rules, minor_of, rules_for
+from kvctl.engines.vllm.rules import Rules, dotted, minor_of, rules_for
 from kvctl.engines.vllm.specs import Spec, fp8_key, kv_dtype
 from kvctl.errors import UsageError
 from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec
@@ -45,9 +45,10 @@ def plan(
     rules, doubt = rules_for(version)
     reasons: list[str] = []
     warnings: list[str] = [doubt] if doubt else []
-    _check_split(spec, serving)
+    _check_split(spec, serving, rules)
     check_served(spec, minor_of(version))
     laid = lay_out(spec, context, fmt, serving, rules, reasons, warnings)
+    _check_dealt(laid, serving, rules)
     budget, num_blocks = serving.kv_budget, serving.num_blocks
     if num_blocks is None and budget is not None:
         # The poorest stage decides for all.
@@ -102,20 +103,49 @@ def plan(
     )
 
 
-def _check_split(spec: ModelSpec, serving: Serving) -> None:
+def _check_split(spec: ModelSpec, serving: Serving, rules: Rules) -> None:
     ranks = serving.tensor_parallel or 1
     if spec.attention_heads is not None and spec.attention_heads % ranks:
         raise UsageError(f"--tensor-parallel-size {ranks} does not divide the {spec.attention_heads} attention heads",
                          hint="vLLM refuses this split")  # fmt: skip
-    dealt = serving.decode_context_parallel or 1
+    dealt, prefill = serving.decode_context_parallel or 1, serving.prefill_context_parallel or 1
+    if (prefill > 1 and rules.dealing not in ("both", "axes")) or (dealt > 1 and not rules.dealing):
+        raise UsageError(f"vLLM {dotted(rules.since)} has no such context parallelism",
+                         hint="it has --decode-context-parallel-size from 0.10.2 on, --prefill-context-parallel-size from 0.12 on")  # fmt: skip
+    if rules.dealing == "axes" and prefill > 1:
+        allowed = sorted({1, prefill, ranks * prefill})
+        if dealt not in allowed:
+            raise UsageError(f"--decode-context-parallel-size {dealt} with --prefill-context-parallel-size {prefill}: "
+                             f"vLLM takes {', '.join(map(str, allowed))}")  # fmt: skip
+    elif ranks % dealt:
+        raise UsageError(f"--decode-context-parallel-size {dealt} does not divide the {plural(ranks, 'rank')} of "
+                         "--tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
     heads = [s.kv_heads for layer, _ in spec.groups for s in layer.states_in("vllm") if isinstance(s, Attention)]
     latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
-    if dealt > 1 and heads and not latent and not (ranks > max(heads) and dealt <= ranks // max(heads)):
-        raise UsageError(f"--decode-context-parallel-size {dealt}: on {plural(ranks, 'rank')}, {max(heads)} KV heads are "
+    if dealt == 1 or not heads or latent:
+        return
+    most = max(heads)
+    if not (ranks > most and dealt <= ranks // most):
+        raise UsageError(f"--decode-context-parallel-size {dealt}: on {plural(ranks, 'rank')}, {most} KV heads are "
                          "not repeated so often", hint="vLLM deals tokens out over ranks that hold the same heads")  # fmt: skip
-    if ranks % dealt:
-        raise UsageError(f"--decode-context-parallel-size {serving.decode_context_parallel} does not divide the "
-                         f"{plural(ranks, 'rank')} of --tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
+    if spec.attention_heads is not None and rules.dealing != "decode" and spec.attention_heads // most % dealt:
+        raise UsageError(f"--decode-context-parallel-size {dealt} does not divide the {spec.attention_heads // most} "
+                         "attention heads of a KV head", hint="vLLM refuses this split")  # fmt: skip
+
+
+def _check_dealt(laid: Laid, serving: Serving, rules: Rules) -> None:
+    """Refuses to deal out tokens of layers that vLLM cannot deal out."""
+    if (serving.decode_context_parallel or 1) * (serving.prefill_context_parallel or 1) == 1:
+        return
+    if any(item.spec.kind in ("window", "chunk") for group in laid.groups for item in group):
+        raise UsageError("vLLM deals out no tokens of windows over ranks",
+                         hint="--disable-hybrid-kv-cache-manager, or no context parallelism")  # fmt: skip
+    caching = laid.settings.states != "none" or not any(
+        item.spec.kind == "state" for group in laid.groups for item in group
+    )
+    if len(laid.groups) > 1 and rules.dealing != "axes" and caching and serving.prefix_caching is not False:
+        raise UsageError(f"vLLM {dotted(rules.since)} deals out no tokens over ranks where layers form several groups",
+                         hint="--no-enable-prefix-caching, or 0.26 and later")  # fmt: skip
 
 
 def _capacity(

@@ -61,6 +61,9 @@ class Rules(Record):
     """Whether gated delta layers do, where FlashInfer runs their prefill."""
     kda_checkpoints: bool = False
     """Whether Kimi delta layers do, where FlashKDA runs their prefill."""
+    dealing: str = ""
+    """How tokens are dealt out over ranks: "" (not at all), "decode" (over tensor-parallel ranks), "both" (prefill
+    context parallelism divides them further), or "axes" (it does not; the other may span its ranks)."""
     packing: str = ""
     """How pages of DeepSeek V4 lie in a block: "" (not served), "tuples" (places for every page size), "pages"
     (each size has places of its own), "dense" (without gaps), or "balanced" (that, groups chosen anew)."""
@@ -78,10 +81,11 @@ _CONNECTORS = ("MultiConnector", "ExampleHiddenStatesConnector", "MooncakeConnec
 _CHANGES: tuple[dict[str, Any], ...] = (
     {"since": (0, 8)},
     {"since": (0, 10), "capacity": "groups", "hybrid": True},
+    {"since": (0, 10, 2), "dealing": "decode"},
     {"since": (0, 11), "sparse_fp8": True},
     {"since": (0, 11, 1), "sparse_fp8": False, "each_stage": False,
      "state_caching": "asked", "state_each_block": True, "align_others": False},
-    {"since": (0, 12), "even_below": 1.25, "pages": "scaled"},
+    {"since": (0, 12), "even_below": 1.25, "pages": "scaled", "dealing": "both"},
     {"since": (0, 14), "chunks_apart": True},
     {"since": (0, 15), "align_others": True, "draft_blocks": True},
     {"since": (0, 18), "even_below": 1.5},
@@ -89,7 +93,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"since": (0, 20, 1), "capacity": "concurrency"},
     {"since": (0, 22), "connectors": _CONNECTORS},
     {"since": (0, 23), "packing": "pages"},
-    {"since": (0, 26), "state_caching": "default", "overlapped": True},
+    {"since": (0, 26), "state_caching": "default", "overlapped": True, "dealing": "axes"},
     {"since": (0, 27), "latent_step": 128, "packing": "dense"},
     {"since": (0, 28), "state_each_block": False, "one_line": True},
     {"since": (0, 29), "spare_block": True, "packing": "balanced", "kda_checkpoints": True},
