@@ -514,6 +514,12 @@ def test_a_model_that_is_not_here_says_how_to_name_another(kvctl: Run) -> None:
     assert "another name for it goes before: kvctl size MODEL --engine-args" in outcome.err
 
 
+def test_the_tag_of_a_rocm_image(kvctl: Run) -> None:
+    text = "docker run rocm/vllm:rocm6.4.1_vllm_0.10.1_20250909 vllm serve Qwen/Qwen3-8B"
+    outcome = kvctl("size", "--ctx", "4k", "--json", "--engine-args", text)
+    assert outcome.json["results"][0]["engine"]["version"] == "0.10.1"
+
+
 def test_a_candidate_of_an_engine_that_has_no_release_yet(kvctl: Run) -> None:
     text = "docker run nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc5 trtllm-serve Qwen/Qwen3-8B"
     outcome = kvctl("size", "--ctx", "4k", "--json", "--engine-args", text)

@@ -26,7 +26,7 @@ _IMAGE = re.compile(
     r"|tensorrt-llm/(?P<trt>release))(?:-\w+)?(?::(?P<tag>[\w.-]+))?(?:@sha256:[0-9a-f]+)?"
 )
 _OF_IMAGE = {"vllm": "vllm", "sglang": "sglang", "llama": "llama.cpp", "ollama": "ollama", "trt": "tensorrt-llm"}
-_TAG = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?rc\d+)?)(?:[.-].*|)|(?:.*-)?(b\d{3,6})")
+_TAG = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?rc\d+)?)(?:[.-].*|)|(?:.*-)?(b\d{3,6})|.*vllm_(\d+\.\d+\.\d+)(?:_.*)?")
 _OF_VARIABLES = (("OLLAMA_", "ollama"), ("LLAMA_ARG_", "llama.cpp"))
 
 ONE_SLOT = ("llama-cli", "llama-completion", "llama-mtmd-cli")
@@ -77,7 +77,7 @@ def image_engine(word: str) -> tuple[str, str | None] | None:
     # NVIDIA's own builds of vLLM and SGLang count by the month (nvcr.io/nvidia/vllm:25.09-py3).
     dated = engine in ("vllm", "sglang") and match["registry"].startswith("nvcr.io/")
     tag = _TAG.fullmatch(match["tag"] or "") if not dated else None
-    return engine, (tag[1] or tag[2]) if tag else None
+    return engine, (tag[1] or tag[2] or tag[3]) if tag else None
 
 
 def engine_of_variables(names: Sequence[str]) -> str | None:
