@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,20 @@ def llama_cpp_options(arguments: dict[str, Any]) -> list[str]:
         else:
             options += [_LLAMA_CPP[name], str(value)]
     return options
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home of its own for every test, and a client library that reads the environment anew."""
+    for name in list(os.environ):
+        if name.startswith(("HF_", "HUGGING", "KVCTL_", "TRANSFORMERS_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "huggingface_hub":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -26,25 +26,13 @@ from kvctl.errors import ConfigError, ExitCode, KvctlError, SourceError, UsageEr
 from kvctl.sources import Found, jsonfile, resolve
 from kvctl.spec import Provenance, Weights
 
+pytestmark = pytest.mark.usefixtures("surroundings")
+
 TOKEN = "hf_" + "Secret" * 5
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KNOWN = "org/Known-7B"
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home of its own for every test, and a client library that reads the environment anew."""
-    for name in list(os.environ):
-        if name.startswith(("HF_", "HUGGING", "KVCTL_", "TRANSFORMERS_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "huggingface_hub":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 import time
@@ -26,25 +25,13 @@ from kvctl.spec import ModelSpec, Provenance
 from kvctl.tensors import Tensor, grouped, stored
 from kvctl.weight_formats import convert, weight_format
 
+pytestmark = pytest.mark.usefixtures("surroundings")
+
 TOKEN = "hf_" + "Secret" * 5
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 100, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home of its own for every test, and a client library that reads the environment anew."""
-    for name in list(os.environ):
-        if name.startswith(("HF_", "HUGGING", "KVCTL_", "TRANSFORMERS_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "huggingface_hub":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -174,9 +174,7 @@ def gated_delta(keys: Keys) -> Config:
     recurrent = keys.flags("attention.recurrent_layers", layers)
     if recurrent is None:
         recurrent = [(index + 1) % interval != 0 for index in range(layers)]
-    values, inner = keys.number("ssm.time_step_rank"), keys.number("ssm.inner_size")
-    if inner % values:
-        raise ConfigError(f"{keys.where}: ssm.inner_size {inner} does not split over {values} heads")
+    inner, values = _heads(keys)
     return config | {
         "layer_types": [LINEAR if flag else FULL for flag in recurrent],
         "linear_num_key_heads": keys.number("ssm.group_count"),
@@ -219,9 +217,7 @@ def granite_hybrid(keys: Keys) -> Config:
 def falcon_h1(keys: Keys) -> Config:
     """Attention and Mamba 2 side by side in every layer."""
     config = attention(keys)
-    inner, heads = keys.number("ssm.inner_size"), keys.number("ssm.time_step_rank")
-    if inner % heads:
-        raise ConfigError(f"{keys.where}: ssm.inner_size {inner} does not split over {heads} heads")
+    inner, heads = _heads(keys)
     return config | {
         "mamba_d_ssm": inner,
         "mamba_n_heads": heads,
@@ -237,9 +233,7 @@ def nemotron_h(keys: Keys) -> Config:
     config, kv = _mixed_attention(keys)
     wide = keys.per_layer("feed_forward_length", config["num_hidden_layers"], 0, minimum=0)
     kinds = ["mlp" if width else FULL if count else LINEAR for count, width in zip(kv, wide, strict=True)]
-    inner, heads = keys.number("ssm.inner_size"), keys.number("ssm.time_step_rank")
-    if inner % heads:
-        raise ConfigError(f"{keys.where}: ssm.inner_size {inner} does not split over {heads} heads")
+    inner, heads = _heads(keys)
     return config | {
         "layers_block_type": kinds,
         "mamba_num_heads": heads,
@@ -295,3 +289,11 @@ def lightning(keys: Keys) -> Config:
     if recurrent is None:
         recurrent = [(index + 1) % interval != 0 for index in range(layers)]
     return config | {"attn_type_list": [0 if flag else 1 for flag in recurrent]}
+
+
+def _heads(keys: Keys) -> tuple[int, int]:
+    """Width of a recurrent layer and the heads that share it evenly."""
+    inner, heads = keys.number("ssm.inner_size"), keys.number("ssm.time_step_rank")
+    if inner % heads:
+        raise ConfigError(f"{keys.where}: ssm.inner_size {inner} does not split over {heads} heads")
+    return inner, heads

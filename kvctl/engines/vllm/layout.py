@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvctl.allocation import Serving
+from kvctl.engines.versions import dotted
 from kvctl.engines.vllm import packed
 from kvctl.engines.vllm.groups import (
     Group,
@@ -23,7 +24,7 @@ from kvctl.engines.vllm.groups import (
     stage_of,
 )
 from kvctl.engines.vllm.models import MINIMAX_M3, MINIMAX_M3_BLOCK, least_batched, specs_of
-from kvctl.engines.vllm.rules import Rules, dotted
+from kvctl.engines.vllm.rules import Rules
 from kvctl.engines.vllm.specs import KV_DTYPES, Spec, is_packed, told
 from kvctl.engines.vllm.speculation import Drafts, drafts
 from kvctl.errors import ConfigError, UsageError

@@ -16,8 +16,9 @@ from collections import Counter
 
 from kvctl.allocation import Serving
 from kvctl.engines.states import not_known
+from kvctl.engines.versions import dotted
 from kvctl.engines.vllm.groups import Group, Placed, Settings, stage_of
-from kvctl.engines.vllm.rules import Rules, dotted
+from kvctl.engines.vllm.rules import Rules
 from kvctl.engines.vllm.specs import KV_DTYPES, Spec
 from kvctl.engines.vllm.speculation import Drafts
 from kvctl.errors import ConfigError, UsageError

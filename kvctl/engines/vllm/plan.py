@@ -12,11 +12,12 @@ pool, and a request holds blocks of every group.
 from __future__ import annotations
 
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
+from kvctl.engines.versions import dotted
 from kvctl.engines.vllm import packed
 from kvctl.engines.vllm.groups import Group, Settings, longest
 from kvctl.engines.vllm.layout import Laid, connectors, lay_out
 from kvctl.engines.vllm.models import check_served
-from kvctl.engines.vllm.rules import Rules, dotted, minor_of, rules_for
+from kvctl.engines.vllm.rules import Rules, minor_of, rules_for
 from kvctl.engines.vllm.specs import Spec, fp8_key, kv_dtype
 from kvctl.errors import UsageError
 from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec

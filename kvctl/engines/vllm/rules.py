@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kvctl.engines.versions import dotted, unknown
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
@@ -132,10 +133,7 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
         raise UsageError(f"--engine: {version[:40]!r} is no version of vLLM", hint="for example vllm@0.11")
     asked = minor_of(version)
     if not _OLDEST <= asked <= _NEWEST:
-        raise UsageError(
-            f"--engine: kvctl knows vLLM {dotted(_OLDEST)} to {dotted(_NEWEST)}, not {version[:40]}",
-            hint="the rules change between versions; name one of these",
-        )
+        raise unknown(version, "vLLM", _OLDEST, _NEWEST)
     exact = (*asked, int(match[3]) if match[3] else 9999)
     rules = next(rules for rules in reversed(RULES) if rules.since <= exact)
     if match["between"]:
@@ -152,7 +150,3 @@ def minor_of(version: str | None) -> tuple[int, int]:
         return RULES[-1].since[0], RULES[-1].since[1]
     major, minor = version.lower().removeprefix("v").split(".")[:2]
     return int(major), int(re.split(r"\D", minor)[0])
-
-
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(str(part) for part in version)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from kvctl.engines import IDEAL
 from kvctl.engines.states import not_known, plain_attention
-from kvctl.engines.vllm.rules import dotted, minor_of
+from kvctl.engines.versions import dotted
+from kvctl.engines.vllm.rules import minor_of
 from kvctl.errors import UsageError
 from kvctl.formats import BF16, FP16, FP32, CacheFormat, DType, cache_format, plain
 from kvctl.record import Record
