@@ -7,6 +7,7 @@ Everything is integer arithmetic on frozen facts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -248,10 +249,7 @@ class RecurrentState(LayerState):
 
     @property
     def elements(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     def tokens(self, work: Workload, keep: Retention) -> int:
         return 0

@@ -7,6 +7,7 @@ name, shape and dtype, and says which layers have it and how many there are in e
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -56,10 +57,7 @@ class Tensor(Record):
     @property
     def elements(self) -> int:
         """Elements of one of them."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def module(self) -> str:
