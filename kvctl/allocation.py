@@ -123,6 +123,18 @@ class Serving(Record):
     """Size of the cache in host memory, in units of 10^9 bytes."""
 
 
+class Part(Record):
+    """A part of a rank's memory beside weights and cache."""
+
+    name: str
+    """activations, graphs, runtime, …"""
+    bytes: int
+    estimated: bool
+    """Whether a rule of thumb gives it, and not the engine's own arithmetic."""
+    rule: str
+    """One plain sentence that says how it comes about, with its numbers."""
+
+
 class _Row(Record):
     """A record whose JSON is its fields."""
 
@@ -172,6 +184,9 @@ class Allocation(Record):
     warnings: tuple[str, ...]
     longest_sequence: int
     """Tokens that one sequence may have: all of the context, or a slot's part of it."""
+    held: int | None = None
+    """Requests of this length that the budget holds at once, 0 where the engine does not start; None where it
+    allocates for the workload, and `reserved_bytes` is what the budget has to cover."""
 
     @property
     def blocks_are_alike(self) -> bool:
@@ -184,7 +199,9 @@ class Allocation(Record):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        out = {name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence")}
+        out = {
+            name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence", "held")
+        }
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]
         out["reasons"] = list(self.reasons)

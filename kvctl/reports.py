@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvctl import __version__
-from kvctl.allocation import Allocation
+from kvctl.allocation import Allocation, Part
 from kvctl.record import Record
 
 
@@ -101,6 +101,63 @@ class WeightsInfo(Record):
         return out
 
 
+class RankFit(Record):
+    """One rank's memory, in bytes."""
+
+    rank: int
+    device: str
+    device_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+    """What the engine takes beside weights and cache."""
+    headroom_bytes: int
+    """What is left of the memory for the cache; less than nothing where it does not fit."""
+
+
+class Fit(Record):
+    """Whether a workload fits on the hardware; bytes are those of the rank that decides."""
+
+    fits: bool
+    why: str
+    """What stands in the way; empty where it fits."""
+    devices: tuple[str, ...]
+    device_bytes: int
+    """What the device shows applications; the parts, weights, cache and headroom add up to it."""
+    weights_bytes: int
+    kv_bytes: int
+    """The cache of this workload."""
+    overhead_bytes: int
+    """All of `parts`."""
+    headroom_bytes: int
+    kv_budget_bytes: int
+    """Memory for the cache."""
+    capacity_tokens: int | None
+    max_context: int | None
+    """Most tokens in each of so many requests; None where the length makes no difference."""
+    max_concurrency: int
+    """Most requests of this length at once."""
+    bottleneck_rank: int
+    parts: tuple[Part, ...]
+    ranks: tuple[RankFit, ...]
+    estimated: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    """Changes with which it would fit."""
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("fits", "device_bytes", "weights_bytes", "kv_bytes", "overhead_bytes", "headroom_bytes", "max_context",
+                 "max_concurrency", "bottleneck_rank", "kv_budget_bytes", "capacity_tokens")  # fmt: skip
+        out: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return out | {
+            "estimated": list(self.estimated),
+            "why": self.why or None,
+            "advice": list(self.advice),
+            "parts": [{name: getattr(part, name) for name in part._fields} for part in self.parts],
+            "ranks": [{name: getattr(rank, name) for name in rank._fields} for rank in self.ranks],
+        }
+
+
 class SizeResult(Record):
     """The cache of one model for one workload under one engine's rules."""
 
@@ -129,6 +186,7 @@ class SizeResult(Record):
     formulas: tuple[Formula, ...]
     warnings: tuple[str, ...] = ()
     allocation: Allocation | None = None
+    fit: Fit | None = None
 
     @property
     def weights_bytes(self) -> int | None:
@@ -167,6 +225,8 @@ class SizeResult(Record):
             out["weights"] = self.weights.to_dict()
         if self.allocation is not None:
             out["allocation"] = self.allocation.to_dict()
+        if self.fit is not None:
+            out["fit"] = self.fit.to_dict()
         if self.per_layer is not None:
             out["per_layer"] = [row.to_dict() for row in self.per_layer]
         if self.formulas:

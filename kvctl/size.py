@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvctl.allocation import Serving
+from kvctl.allocation import Allocation, Serving
 from kvctl.engines import Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
@@ -14,6 +14,7 @@ from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, We
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
 
 if TYPE_CHECKING:
+    from kvctl.fit import Hardware, Held, Room
     from kvctl.spec import Rational
 
 DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
@@ -41,6 +42,8 @@ class SizePlan(Record):
     """What to say beside the answer."""
     weights_dtype: str | None = None
     """What if the weights were stored in this format (a name of kvctl.weight_formats)."""
+    hardware: Hardware | None = None
+    """What it is to run on."""
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -59,6 +62,8 @@ def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
 
 def needs_tensors(plan: SizePlan) -> bool:
     """Whether an answer rests on single tensors, and `kvctl.sources.tensors.attach` should read their headers first."""
+    if plan.hardware is not None and plan.engine.splits:
+        return True
     tensor, pipeline, spread, data, _ = _split(plan)
     return plan.weights_dtype is not None or tensor * pipeline > 1 or (spread and data > 1)
 
@@ -66,16 +71,32 @@ def needs_tensors(plan: SizePlan) -> bool:
 def _split(plan: SizePlan) -> tuple[int, int, bool, int, tuple[int, ...]]:
     """Tensor and pipeline parallelism, whether experts are spread, data parallelism, and layers of the stages."""
     serving = plan.serving
-    if plan.engine.name != "vllm":
-        return 1, 1, False, 1, ()  # how others cut weights is not known
+    if not plan.engine.splits or (plan.engine.name != "vllm" and plan.hardware is None):
+        return 1, 1, False, 1, ()  # how others cut weights is not known; beside hardware that is said
     return (
         serving.tensor_parallel or 1, serving.pipeline_parallel or 1, serving.expert_parallel,
         serving.data_parallel or 1, serving.stage_layers or (),
     )  # fmt: skip
 
 
-def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
-    """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
+class Question(Record):
+    """A model and a plan, with what holds at every context."""
+
+    spec: ModelSpec
+    plan: SizePlan
+    """Its serving has the ranks that the hardware gives it."""
+    dtype: DType
+    fmt: Formats
+    weights: WeightsInfo | None
+    room: Room | None
+    """The memory for the cache, where hardware is named."""
+    warnings: tuple[str, ...]
+    late_warnings: tuple[str, ...]
+    """Those that come after what a context brings."""
+
+
+def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
+    """What of an answer does not depend on the context."""
     warnings = list(plan.notes)
     by_request = plan.engine.by_request(plan.serving)
     if by_request and plan.beams > 1:
@@ -115,19 +136,47 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
             f"--engine {plan.engine.name} keeps keys and values in the model's dtype, {dtype.name}",
             hint="--dtype sets that; other formats of the cache: --engine ideal",
         )
+    late: list[str] = []
+    room = None
+    if plan.hardware is not None:
+        from kvctl.fit import room_for
+
+        weights_of = lambda told: _weights(spec, told, dtype, late)  # noqa: E731
+        plan, weights, room = room_for(spec, plan, dtype, fmt, weights_of, _held(spec, plan, fmt))
+        warnings += room.laid.notes
+    else:
+        weights = _weights(spec, plan, dtype, late)
+    return Question(spec, plan, dtype, fmt, weights, room, tuple(warnings), tuple(late))
+
+
+def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
+    """Bytes that `spec` keeps at `context`, in total, a token, and by kind of state."""
+    return answer(prepare(spec, plan), context)
+
+
+def answer(asked: Question, context: int) -> SizeResult:
+    """The result for one context."""
+    spec, plan, dtype, fmt = asked.spec, asked.plan, asked.dtype, asked.fmt
+    warnings = list(asked.warnings)
     work = _workload(spec, context, plan, warnings)
     engine, keep = plan.engine, plan.engine.retention
     copies = plan.sequences * plan.beams
-    allocation = engine.plan(spec, work.context, copies, fmt, plan.serving.replace(encoder=work.encoder))
+    fitted = None
+    if asked.room is not None:
+        from kvctl.fit import fit
+
+        fitted, allocation = fit(asked.room, context, plan.sequences)
+    else:
+        allocation = engine.plan(spec, work.context, copies, fmt, plan.serving.replace(encoder=work.encoder))
     longest = allocation.longest_sequence if allocation is not None else work.context
     if spec.max_context is not None and longest > spec.max_context:
         warnings.append(f"{work.context:,} tokens is beyond the model's own maximum of {spec.max_context:,}")
     if allocation is not None:
-        if plan.serving.utilization is not None and allocation.kv_budget_bytes is None:
+        if plan.serving.utilization is not None and allocation.kv_budget_bytes is None and asked.room is None:
             warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
         warnings += allocation.warnings
-    weights = _weights(spec, plan, dtype, warnings)
+    warnings += asked.late_warnings
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
     growth: Rational = 0
@@ -182,11 +231,12 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
         kv_bytes_fixed=total - growing,
         layers=tuple(StateRow(kind, n, tokens, b) for (kind, tokens), (n, b) in totals.items()),
         per_layer=_per_layer(spec.layers, rows_of) if plan.per_layer else None,
-        weights=weights,
+        weights=asked.weights,
         naive_bytes=naive,
         formulas=tuple(formulas),
         warnings=tuple(warnings),
         allocation=allocation,
+        fit=fitted,
     )  # fmt: skip
 
 
@@ -200,7 +250,32 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
 
     if plan.serving.speculative is not None:
         warnings.append("weights on each rank are without those that draft")
-    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings)
+    on_hardware = plan.hardware is not None and plan.engine.splits
+    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware)
+
+
+def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:
+    """What a rank holds of other workloads than the plan's, for `kvctl.fit`."""
+    engine = plan.engine
+
+    def held(tokens: int, sequences: int, serving: Serving) -> tuple[int, Allocation | None]:
+        work = _workload(spec, tokens, plan, [])
+        copies, context = sequences * plan.beams, work.context
+        if engine.slots and copies > 1:
+            # Requests are slots: one context for all, or one each.
+            serving = serving.replace(slots=copies * (serving.slots or 1))
+            context, copies = context * (copies if engine.slots == "shared" else 1), 1
+        allocation = engine.plan(spec, context, copies, fmt, serving.replace(encoder=work.encoder))
+        if allocation is not None:
+            return allocation.reserved_bytes, allocation
+        shared = sequences if engine.beams_share_cross else copies
+        return sum(
+            count * state.size(work, fmt, engine.retention) * (copies if state.per_beam else shared)
+            for layer, count in spec.groups
+            for state in layer.states_in(engine.name)
+        ), None
+
+    return held
 
 
 def _stored_in(spec: ModelSpec) -> str | None:

@@ -25,11 +25,14 @@ def weigh(
     dtype: DType,
     what_if: str | None,
     warnings: list[str],
+    *,
+    by_rank: bool = False,
 ) -> WeightsInfo | None:
     """The weights of `spec` in `what_if` (None: as they are), and on each rank of `split`.
 
     `split` is tensor and pipeline parallelism, whether experts are spread, data parallelism and the layers
-    of each stage (empty: even); `dtype` is what the engine computes in. What cannot be told of ranks becomes a warning.
+    of each stage (empty: even); `dtype` is what the engine computes in; `by_rank` asks for what one rank loads where
+    there is only one, too. What cannot be told of ranks becomes a warning.
 
     Raises:
         ConfigError: another format is asked for, and the parameters are not known.
@@ -43,8 +46,8 @@ def weigh(
     if what_if is not None:
         info, tensors = _in_format(spec, dtype, what_if, warnings)
     else:
-        info, tensors = _as_they_are(spec, dtype, ranks.cuts, warnings)
-    if tensors is None or info is None or not ranks.cuts:
+        info, tensors = _as_they_are(spec, dtype, ranks.cuts or by_rank, warnings)
+    if tensors is None or info is None or not (ranks.cuts or by_rank):
         return info
     try:
         return info.replace(per_rank=_per_rank(spec, tensors, ranks, dtype, warnings), rules=RULES)

@@ -14,7 +14,7 @@ from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
-    from kvctl.allocation import Allocation, Serving
+    from kvctl.allocation import Allocation, Part, Serving
     from kvctl.spec import Formats, ModelSpec
 
 
@@ -31,6 +31,28 @@ class Planner(Protocol):
 
     def check_version(self, version: str) -> None:
         """Refuses a version whose rules are not known."""
+
+
+class Memory(Protocol):
+    """What an engine's `memory` module offers; all of it is about one rank."""
+
+    def overheads(
+        self, spec: ModelSpec, serving: Serving, *, dtype_bytes: int, device_bytes: int, gpu_name: str | None,
+        version: str | None, context: int, sequences: int,
+    ) -> tuple[Part, ...]:  # fmt: skip
+        """What it takes beside weights and cache; `device_bytes` is what CUDA sees of the device."""
+
+    def kv_budget(
+        self, spec: ModelSpec, serving: Serving, *, device_bytes: int, free_bytes: int, weights_bytes: int,
+        parts: tuple[Part, ...], version: str | None,
+    ) -> int:  # fmt: skip
+        """Bytes that are left for the cache; less than nothing where weights alone do not fit."""
+
+    def left(self, serving: Serving, version: str | None) -> str:
+        """Why it leaves some of the memory alone, in words."""
+
+    def start_refusal(self, free_bytes: int, device_bytes: int, serving: Serving, version: str | None) -> str | None:
+        """Why it would not even begin to load."""
 
 
 class Engine(Record):
@@ -52,6 +74,10 @@ class Engine(Record):
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
+    splits: bool = False
+    """Whether it cuts every layer over ranks, or gives stages of layers to them."""
+    slots: str = ""
+    """Where requests are slots: whether one length is for all of them ("shared") or for each ("own")."""
     rows: bool = False
     """Whether the sequences of a batch are rows of one tensor, each beam one of them."""
 
@@ -66,6 +92,14 @@ class Engine(Record):
         from importlib import import_module
 
         return cast("Planner", import_module(self.module, __name__))
+
+    @property
+    def memory(self) -> Memory | None:
+        """The module that says what it takes on a GPU beside weights and cache, loaded when first asked for."""
+        from importlib import import_module
+
+        home = {".ollama": ".llama_cpp"}.get(self.module, self.module)
+        return cast("Memory", import_module(f"{home}.memory", __name__)) if home else None
 
     def by_request(self, serving: Serving) -> bool:
         """Whether it reserves for requests: beams are none, and positions of media are part of their length."""
@@ -111,6 +145,7 @@ VLLM = Engine(
     quantizes=True,
     summary="what vLLM's planner reserves: blocks, groups and the capacity that its log prints",
     module=".vllm",
+    splits=True,
     auto_fp32=False,
     follows_checkpoint=True,
 )
@@ -123,6 +158,7 @@ LLAMA_CPP = Engine(
     quantizes=True,
     summary="the cells that llama.cpp allocates, as its load log prints them",
     module=".llama_cpp",
+    slots="shared",
     cache_format=plain(FP16).replace(name="f16"),
 )
 
@@ -134,12 +170,14 @@ TENSORRT_LLM = Engine(
     quantizes=True,
     summary="the blocks that TensorRT-LLM (PyTorch) allocates, as its start-up log prints them",
     module=".tensorrt_llm",
+    splits=True,
     follows_checkpoint=True,
 )
 
 OLLAMA = LLAMA_CPP.replace(
     name="ollama",
     module=".ollama",
+    slots="own",
     version="0.34",
     summary="the cells of the llama-server that Ollama starts, and what Ollama expects before it does",
 )
@@ -152,6 +190,7 @@ SGLANG = Engine(
     quantizes=True,
     summary="the pools that SGLang allocates: tokens, state slots and the sizes that its log prints",
     module=".sglang",
+    splits=True,
     auto_fp32=False,
 )
 

@@ -62,10 +62,11 @@ def plan(
     copies = serving.decode_context_parallel or 1
     tp = serving.tensor_parallel or 1
     log: list[str] = []
-    capacity = concurrency = None
+    capacity = concurrency = at_once = None
     if pool is not None:
         capacity = pool.tokens * copies
         concurrency = capacity / context
+        at_once = min(int(concurrency), pool.requests) if _serves(laid, settings, pool) else 0
         if pool.tokens > 0 and not (laid.states and pool.slots <= 0 and serving.kv_budget is not None):
             log = lines(laid, fmt, context, serving, settings, pool)
         if serving.kv_budget is not None:
@@ -94,6 +95,14 @@ def plan(
         reasons=tuple(reasons),
         warnings=tuple(warnings),
         longest_sequence=context,
+        held=at_once,
+    )
+
+
+def _serves(laid: Layout, settings: Settings, pool: Pool) -> bool:
+    """Whether the pools hold anything, and a window of the windowed layers."""
+    return pool.tokens > 0 and not (
+        (laid.states and pool.slots <= 0) or (laid.windowed and pool.windowed <= laid.window + settings.page)
     )
 
 

@@ -149,6 +149,7 @@ def _single(
         reasons=tuple(reasons),
         warnings=tuple(warnings),
         longest_sequence=context,
+        held=None if blocks is None else max(0, blocks // request),
     )  # fmt: skip
 
 

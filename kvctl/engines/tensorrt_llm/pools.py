@@ -141,6 +141,7 @@ def divided(kept: list[Held], settings: Settings, reasons: list[str], warnings: 
         reasons=tuple(reasons),
         warnings=tuple(warnings),
         longest_sequence=context,
+        held=concurrency,
     )  # fmt: skip
 
 

@@ -74,6 +74,14 @@ class _Layout(Record):
             -(-requests * kind.blocks(tokens, self.page) // (self.sector // kind.block_bytes)) for kind in self.kinds
         )
 
+    def requests(self, sectors: int, tokens: int) -> int:
+        """Requests of so many tokens that the sectors hold: most share one with others."""
+        low, high = 0, sectors * max(self.sector // kind.block_bytes for kind in self.kinds)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sectors(middle, tokens) <= sectors else (low, middle - 1)
+        return low
+
     def request_bytes(self, tokens: int) -> int:
         """Blocks of one request among many, which leave no part of a sector unused."""
         return sum(kind.blocks(tokens, self.page) * kind.block_bytes for kind in self.kinds)
@@ -151,6 +159,7 @@ def plan(spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: S
         reasons=tuple(reasons),
         warnings=tuple(warnings),
         longest_sequence=context,
+        held=laid.requests(sectors, context) if sectors is not None else None,
     )  # fmt: skip
 
 

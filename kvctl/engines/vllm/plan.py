@@ -101,6 +101,7 @@ def plan(
         reasons=tuple(reasons),
         warnings=tuple(warnings),
         longest_sequence=laid.context,
+        held=None if concurrency is None else int(concurrency) if usable >= laid.request else 0,
     )
 
 

@@ -1,0 +1,415 @@
+"""Whether a model and its cache fit on GPUs, and how long a context or how many requests would.
+
+Every rank of an engine has a device, its share of the weights, what the engine takes beside them
+(`Part`s, by the engine's `memory` module) and a budget for the cache. The rank with the poorest
+budget decides. `Room` is that for one model and plan; `fit` asks it for one workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from kvctl.allocation import Allocation, Part, Serving
+from kvctl.errors import ConfigError, KvctlError, UsageError
+from kvctl.record import Record
+from kvctl.reports import Fit, RankFit
+from kvctl.units import MAX_TOKENS, format_bytes, plural
+
+if TYPE_CHECKING:
+    from kvctl.engines import Engine
+    from kvctl.formats import DType
+    from kvctl.hardware import Device
+    from kvctl.reports import WeightsInfo
+    from kvctl.size import SizePlan
+    from kvctl.spec import Formats, ModelSpec
+
+Held = Callable[[int, int, Serving], tuple[int, Allocation | None]]
+"""(tokens, sequences, how the engine is started) to bytes that a rank holds, and the engine's plan where it has one."""
+
+MOST_REQUESTS = 2**20
+
+
+class Hardware(Record):
+    """What a model is to run on."""
+
+    devices: tuple[Device, ...]
+    overhead: int | None = None
+    """Measured bytes on each rank beside weights and cache: they take the place of estimates."""
+    started: bool = False
+    """Whether a pasted command line starts the engine: parallelism that it does not name is none."""
+
+
+class Layout(Record):
+    """Which rank of an engine runs where."""
+
+    devices: tuple[Device, ...]
+    serving: Serving
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """Engines side by side, each with a cache of its own."""
+        dp = self.serving.data_parallel or 1
+        return dp if not self.serving.attention_dp else 1
+
+
+def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable[[Serving], bool]) -> Layout:
+    """Gives every rank a device; where no parallelism is named, all devices are used.
+
+    `works` says whether the engine takes a split. One device stands for as many of its kind as the options need.
+
+    Raises:
+        UsageError: more ranks than devices.
+
+    """
+    devices, notes = hardware.devices, [note for device in hardware.devices for note in device.notes]
+    if not engine.splits:
+        return Layout(devices, serving, tuple(dict.fromkeys(notes)))
+    named = serving.tensor_parallel, serving.pipeline_parallel, serving.data_parallel
+    if named == (None, None, None) and len(devices) > 1 and not hardware.started:
+        serving = _over_all(serving, len(devices), works)
+        tp, pp = serving.tensor_parallel or 1, serving.pipeline_parallel or 1
+        stages = f" and {pp} pipeline stages" if pp > 1 else ""
+        notes.append(
+            f"{len(devices)} GPUs: {plural(tp, 'tensor-parallel rank')}{stages}; name another split for another answer"
+        )
+    world = (serving.tensor_parallel or 1) * (serving.pipeline_parallel or 1)
+    if engine.name == "vllm" or not serving.attention_dp:
+        world *= serving.data_parallel or 1
+    if world > len(devices):
+        if len(devices) > 1 or devices[0].index is not None:
+            raise UsageError(f"{plural(world, 'rank')} on {plural(len(devices), 'GPU')}",
+                             hint=f"name {world} GPUs, or less parallelism")  # fmt: skip
+        devices *= world
+        notes.append(f"the options make {world} ranks: {world} such GPUs are counted")
+    elif world < len(devices):
+        notes.append(f"{plural(world, 'rank')}: {plural(len(devices) - world, 'GPU')} of {len(devices)} stay idle")
+    return Layout(devices[:world], serving, tuple(dict.fromkeys(notes)))
+
+
+def _over_all(serving: Serving, count: int, works: Callable[[Serving], bool]) -> Serving:
+    """As much tensor parallelism as the engine takes, pipeline stages for the rest."""
+    for ranks in range(count, 0, -1):
+        if count % ranks == 0:
+            told = serving.replace(tensor_parallel=ranks, pipeline_parallel=count // ranks if ranks < count else None)
+            if works(told):
+                return told
+    return serving.replace(tensor_parallel=count)  # the engine says why not
+
+
+def room_for(
+    spec: ModelSpec, plan: SizePlan, dtype: DType, fmt: Formats,
+    weights_of: Callable[[SizePlan], WeightsInfo | None], held: Held,
+) -> tuple[SizePlan, WeightsInfo | None, Room]:  # fmt: skip
+    """The memory for the cache that a plan's hardware leaves; the plan with the ranks that it gets, and their weights.
+
+    Raises:
+        ConfigError: how much the weights take is not known.
+        UsageError: more ranks than devices.
+
+    """
+    hardware, engine = plan.hardware, plan.engine
+    assert hardware is not None
+
+    def works(serving: Serving) -> bool:
+        try:
+            held(plan.contexts[0] if plan.contexts else 4096, 1, serving)
+        except UsageError:
+            return False
+        return True
+
+    laid = layout(engine, plan.serving, hardware, works)
+    plan = plan.replace(serving=laid.serving)
+    info = weights_of(plan)
+    count = len(laid.devices)
+    shares = (Fraction(1, count),) * count if count > 1 and not engine.splits else ()
+    guesses: list[str] = []
+    if spec.provenance.source == "shape":
+        weights: tuple[int, ...] = (0,)
+        guesses.append("weights: a shape has none, nothing is counted for them")
+    elif info is None or info.bytes is None:
+        raise ConfigError(f"{spec.id}: how much its weights take is not known",
+                          hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone")  # fmt: skip
+    elif info.per_rank is not None and engine.splits:
+        weights = info.per_rank
+        if engine.name != "vllm" and len(weights) > 1:
+            guesses.append("weights: cut over ranks as vLLM cuts them")
+    else:
+        weights = (-(-info.bytes // count),) * count
+        if count > 1:
+            guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    return plan, info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses))
+
+
+class Rank(Record):
+    """One rank's memory: what is there, and what is left of it for the cache."""
+
+    device: Device
+    weights: int
+    parts: tuple[Part, ...]
+    budget: int
+
+    @property
+    def taken(self) -> int:
+        """Bytes of weights and of what the engine takes beside the cache."""
+        return self.weights + sum(part.bytes for part in self.parts)
+
+
+class Load(Record):
+    """What a workload asks of the ranks, and whether they hold it."""
+
+    ranks: tuple[Rank, ...]
+    bottleneck: int
+    """The rank that decides."""
+    budget: int
+    """Bytes for the cache that the engine can count on: of the poorest rank, or over all where layers are divided."""
+    kv: tuple[int, ...]
+    """Bytes of the cache on every rank."""
+    allocation: Allocation | None
+    fits: bool
+    why: str
+    """What stands in the way, in words; empty where nothing does."""
+
+
+class Room:
+    """The memory for the cache of one model in one engine, on given devices."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine: Engine,
+        dtype_bytes: int,
+        laid: Layout,
+        hardware: Hardware,
+        weights: tuple[int, ...],
+        shares: tuple[Fraction, ...],
+        held: Held,
+        guesses: tuple[str, ...] = (),
+    ) -> None:
+        """`weights` are bytes of every rank (repeated over replicas); `shares` the parts of the cache that devices
+        hold where layers are divided over them, empty where an engine's plan is that of a rank; `guesses` what is estimated of either."""
+        self.spec, self.engine, self.dtype_bytes = spec, engine, dtype_bytes
+        self.laid, self.hardware, self.weights, self.shares, self.held, self.guesses = (
+            laid,
+            hardware,
+            weights,
+            shares,
+            held,
+            guesses,
+        )
+        self._rank_of: dict[tuple[Any, ...], Rank] = {}
+
+    def ranks(self, context: int, sequences: int) -> tuple[Rank, ...]:
+        """Every rank's memory for requests of at most `context` tokens."""
+        return tuple(
+            self._rank(device, self.weights[index % len(self.weights)], context, sequences)
+            for index, device in enumerate(self.laid.devices)
+        )
+
+    def _rank(self, device: Device, weights: int, context: int, sequences: int) -> Rank:
+        serving, total = self.laid.serving, device.cuda_bytes
+        free = total if device.free_bytes is None else min(device.free_bytes, total)
+        key = (device.name, total, free, weights, context, sequences)
+        if key in self._rank_of:
+            return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
+        memory = self.engine.memory
+        parts: tuple[Part, ...] = ()
+        if self.hardware.overhead is not None:
+            parts = (Part("overhead", self.hardware.overhead, False, "measured, as given"),)
+        elif memory is not None:
+            parts = memory.overheads(
+                self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
+                version=self.engine.version, context=context, sequences=sequences,
+            )  # fmt: skip
+        if serving.kv_budget is not None:
+            budget = serving.kv_budget
+        elif memory is not None:
+            budget = memory.kv_budget(
+                self.spec, serving, device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts,
+                version=self.engine.version,
+            )  # fmt: skip
+        else:
+            budget = free - weights - sum(part.bytes for part in parts)
+        self._rank_of[key] = Rank(device, weights, parts, budget)
+        return self._rank_of[key]
+
+    def load(self, context: int, sequences: int) -> Load:
+        """Whether `sequences` requests of `context` tokens fit."""
+        ranks = self.ranks(context, sequences)
+        each = -(-sequences // self.laid.replicas)
+        budget, poorest = self._budget(ranks, context, each)
+        told = self.laid.serving.replace(kv_budget=budget) if budget > 0 else self.laid.serving.replace(kv_budget=None)
+        need, allocation = self.held(context, each, told)
+        if self.shares:
+            kv = tuple(-(-need * share.numerator // share.denominator) for share in self.shares)
+        elif allocation is not None:
+            rows = allocation.per_rank
+            kv = tuple(rows[index % len(rows)].reserved_bytes for index in range(len(ranks)))
+        else:
+            kv = (need,) * len(ranks)
+        why = self._refusal(ranks, budget, poorest, need, each, allocation, context)
+        return Load(ranks, poorest, budget, kv, allocation, not why, why)
+
+    def _budget(self, ranks: tuple[Rank, ...], context: int, sequences: int) -> tuple[int, int]:
+        """The memory for the cache that all ranks together allow, and the rank that allows least."""
+        budgets = [rank.budget for rank in ranks]
+        if self.shares:
+            # What the device can hold of its share decides for the whole.
+            wholes = [
+                budget * share.denominator // share.numerator if share else MAX_TOKENS
+                for budget, share in zip(budgets, self.shares, strict=True)
+            ]
+            poorest = min(range(len(ranks)), key=lambda index: wholes[index])
+            return wholes[poorest], poorest
+        poorest = min(range(len(ranks)), key=lambda index: budgets[index])
+        if min(budgets) == max(budgets) or min(budgets) <= 0:
+            return budgets[poorest], poorest
+        _, allocation = self.held(context, sequences, self.laid.serving.replace(kv_budget=None))
+        sizes = [row.bytes_per_block for row in allocation.per_rank] if allocation is not None else [0]
+        if min(sizes) == max(sizes) or not min(sizes):
+            return budgets[poorest], poorest
+        # Stages hold blocks of several sizes: the one with the fewest blocks decides, and engines count in the widest.
+        counts = [budget // sizes[index % len(sizes)] for index, budget in enumerate(budgets)]
+        poorest = min(range(len(ranks)), key=lambda index: counts[index])
+        return counts[poorest] * max(sizes), poorest
+
+    def _refusal(
+        self, ranks: tuple[Rank, ...], budget: int, poorest: int, need: int, sequences: int,
+        allocation: Allocation | None, context: int,
+    ) -> str:  # fmt: skip
+        """Why it does not fit; empty where it does."""
+        rank = ranks[poorest]
+        free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
+        where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
+        memory = self.engine.memory
+        if memory is not None and rank.device.free_bytes is not None:
+            refusal = memory.start_refusal(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
+            if refusal:
+                return refusal
+        if rank.weights >= free:
+            return f"weights of {format_bytes(rank.weights)} are more than the {format_bytes(free)} of {where}"
+        if budget <= 0:
+            return (f"weights of {format_bytes(rank.weights)} and {format_bytes(rank.taken - rank.weights)} beside them "
+                    f"leave no memory for the cache on {where}")  # fmt: skip
+        reserves = budget if allocation is not None and allocation.held is not None else 0
+        if rank.taken + reserves > free:
+            return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
+                    f"{format_bytes(free)} of {where}")  # fmt: skip
+        if allocation is not None and allocation.held is not None:
+            if allocation.held == 0:
+                return f"the cache has {format_bytes(budget)}, too little for one request of {context:,} tokens"
+            if allocation.held < sequences:
+                return (f"the cache has {format_bytes(budget)}: {plural(allocation.held, 'request')} of {context:,} tokens, "
+                        f"not {sequences:,}")  # fmt: skip
+        elif need > budget:
+            return f"the cache takes {format_bytes(need)}, and {format_bytes(budget)} are left for it"
+        return ""
+
+    def left_words(self, device: Device) -> str:
+        """Why the engine leaves memory alone."""
+        memory = self.engine.memory
+        if memory is not None and self.laid.serving.kv_budget is None:
+            return memory.left(self.laid.serving, self.engine.version)
+        return "nothing asks for it"
+
+    # -- how much more ------------------------------------------------------------------------
+
+    def longest(self, sequences: int, guess: int) -> int | None:
+        """Most tokens in each of `sequences` requests, 0 where none fit; None where the length makes no difference."""
+        if self._fits(MAX_TOKENS, sequences):
+            return None
+        return largest(lambda tokens: self._fits(tokens, sequences), guess, MAX_TOKENS)
+
+    def most(self, context: int, load: Load) -> int:
+        """Most requests of `context` tokens at once."""
+        if load.allocation is not None and load.allocation.held is not None:
+            started = load.budget > 0 and self._fits(context, 1)
+            return load.allocation.held * self.laid.replicas if started else 0
+        return largest(lambda count: self._fits(context, count), 1, MOST_REQUESTS)
+
+    def _fits(self, context: int, sequences: int) -> bool:
+        try:
+            return self.load(context, sequences).fits
+        except KvctlError:
+            return False  # a length or a number that the engine refuses
+
+
+def largest(holds: Callable[[int], bool], guess: int, most: int) -> int:
+    """The largest number from 1 to `most` that holds, 0 where none does; what holds for one holds for all below.
+
+    Looks near the guess first, for a check takes a plan of the engine.
+    """
+    guess = min(max(guess, 1), most)
+    step = 1
+    if holds(guess):
+        low, high = guess, guess + 1
+        while high <= most and holds(high):
+            low, step = high, 2 * step
+            high += step
+        high = min(high, most + 1)
+    else:
+        high, low = guess, guess - 1
+        while low >= 1 and not holds(low):
+            high, step = low, 2 * step
+            low -= step
+        low = max(low, 0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | None]:
+    """Whether so many requests of `context` tokens fit, how much more would, and where the memory goes."""
+    load = room.load(context, sequences)
+    rank, kv = load.ranks[load.bottleneck], load.kv[load.bottleneck]
+    pool = load.allocation is not None and load.allocation.held is not None
+    capacity = load.allocation.capacity_tokens if load.allocation is not None and load.budget > 0 else None
+    guess = context * max(1, load.budget) // max(1, sum(load.kv) if room.shares else kv)
+    if pool and capacity is not None:
+        guess = capacity * room.laid.replicas // sequences
+    parts = list(rank.parts)
+    device = rank.device.cuda_bytes
+    left = device - rank.taken - rank.budget  # what the engine leaves alone
+    others = min(rank.device.used_by_others, max(left, 0))
+    if others:
+        parts.append(Part("other processes", others, False, f"{others:,} bytes are held by other processes"))
+    if left > others:
+        parts.append(Part("left free", left - others, False, room.left_words(rank.device)))
+    overhead = sum(part.bytes for part in parts)
+    longest = room.longest(sequences, guess)
+    return Fit(
+        fits=load.fits,
+        why=load.why,
+        devices=tuple(rank.device.name for rank in load.ranks),
+        estimated=_estimated(room, load),
+        device_bytes=device,
+        weights_bytes=rank.weights,
+        kv_bytes=kv,
+        overhead_bytes=overhead,
+        headroom_bytes=device - rank.weights - kv - overhead,
+        kv_budget_bytes=max(0, rank.budget),
+        capacity_tokens=capacity,
+        max_context=longest,
+        max_concurrency=room.most(context, load),
+        bottleneck_rank=load.bottleneck,
+        parts=tuple(parts),
+        ranks=tuple(
+            RankFit(index, one.device.name, one.device.cuda_bytes, one.weights, load.kv[index],
+                    one.taken - one.weights, one.budget - load.kv[index])
+            for index, one in enumerate(load.ranks)
+        ),
+        notes=room.laid.notes,
+    ), load.allocation  # fmt: skip
+
+
+def _estimated(room: Room, load: Load) -> tuple[str, ...]:
+    """What of the answer is no exact number, with its rule."""
+    rank = load.ranks[load.bottleneck]
+    out = [f"{part.name}: {part.rule}" for part in rank.parts if part.estimated]
+    if rank.device.cuda_estimated:
+        out.append(f"device: {rank.device.name} shows applications about {format_bytes(rank.device.cuda_bytes)} of its "
+                   f"{format_bytes(rank.device.memory_bytes)}")  # fmt: skip
+    return (*out, *room.guesses)
