@@ -1,0 +1,154 @@
+"""What would fit: the longest context, the most requests, the fewest GPUs; and what to change where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvctl.errors import ExitCode, KvctlError, UsageError
+from kvctl.reports import SizeResult
+from kvctl.size import Question, SizePlan, answer, contexts_for, prepare
+from kvctl.spec import ModelSpec
+from kvctl.units import plural
+
+SOLVES = ("ctx", "concurrency", "gpus", "tp")
+_MOST_GPUS = 64
+_SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt-llm": "fp8", "llama.cpp": "q8_0",
+                  "ollama": "q8_0"}  # fmt: skip
+"""A cache format of about half the size, in each engine's words."""
+
+
+class NoAnswer(KvctlError):
+    """Nothing of what was asked for fits."""
+
+    exit_code = ExitCode.ANSWER_IS_NO
+
+
+def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
+    """The plan with the largest context or number of requests, or the fewest GPUs or tensor-parallel ranks, that fits.
+
+    Raises:
+        NoAnswer: none does.
+        UsageError: no hardware is named, or several contexts.
+
+    """
+    if plan.hardware is None:
+        raise UsageError(f"--solve {what} needs hardware", hint="name it: --gpu H100, --gpu 2xRTX4090, --gpu local")
+    if what == "ctx":
+        return _longest(spec, plan)
+    if plan.contexts is not None and len(plan.contexts) > 1:
+        raise UsageError(f"--solve {what} is for one context", hint="--ctx 32k")
+    context = plan.contexts[0] if plan.contexts is not None else contexts_for(spec, plan)[-1]
+    plan = plan.replace(contexts=(context,))
+    if what == "concurrency":
+        result = answer(prepare(spec, plan), context)
+        assert result.fit is not None
+        if not result.fit.max_concurrency:
+            raise NoAnswer(f"not one request of {context:,} tokens fits: {_why(result)}", hint=_hint(spec, plan, result))
+        if plan.engine.slots:
+            raise UsageError(f"{plan.engine.name} holds {plural(result.fit.max_concurrency, 'request')} of {context:,} "
+                             "tokens", hint=f"--parallel {result.fit.max_concurrency} counts so many slots")  # fmt: skip
+        return plan.replace(sequences=result.fit.max_concurrency)
+    return _fewest(spec, plan, context, what)
+
+
+def _longest(spec: ModelSpec, plan: SizePlan) -> SizePlan:
+    asked = prepare(spec, plan)
+    result = answer(asked, contexts_for(spec, plan)[0])
+    assert result.fit is not None
+    longest = result.fit.max_context
+    if longest == 0:
+        raise NoAnswer(f"no context fits: {_why(answer(asked, 1))}", hint=_hint(spec, plan, result))
+    if longest is None:  # nothing of the cache grows
+        longest = spec.max_context or contexts_for(spec, plan)[-1]
+    return plan.replace(contexts=(longest,))
+
+
+def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePlan:
+    """The fewest GPUs of the first kind named: all of them used, or (`tp`) tensor parallelism alone."""
+    if what == "tp" and not plan.engine.splits:
+        raise UsageError(f"{plan.engine.name} has no tensor parallelism", hint="--engine vllm, or --solve gpus")
+    last: KvctlError | SizeResult | None = None
+    for count in range(1, _MOST_GPUS + 1):
+        tried = _on(plan, count, tensor=what == "tp")
+        if tried is None:
+            continue
+        try:
+            result = answer(prepare(spec, tried), context)
+        except KvctlError as error:  # a number that the engine does not take
+            last = last or error
+            continue
+        if result.fit is not None and result.fit.fits:
+            return tried
+        last = result
+    why = _why(last) if isinstance(last, SizeResult) else last.message if last else "no number was tried"
+    raise NoAnswer(f"no number of GPUs up to {_MOST_GPUS} fits: {why}", hint="a shorter --ctx, a smaller --kv-dtype or --weights-dtype")  # fmt: skip
+
+
+def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
+    """The plan on so many GPUs of its first kind; None where its own options need another number."""
+    hardware, serving = plan.hardware, plan.serving
+    assert hardware is not None
+    other = (serving.pipeline_parallel or 1) * (serving.data_parallel or 1)
+    if tensor:
+        if count % other:
+            return None
+        serving = serving.replace(tensor_parallel=count // other)
+    elif plan.engine.splits and serving.tensor_parallel is not None:
+        raise UsageError("--solve gpus chooses the split itself", hint="leave --tensor-parallel-size out, or --solve tp")
+    device = hardware.devices[0].replace(index=None, uuid=None, notes=())
+    return plan.replace(serving=serving, hardware=hardware.replace(devices=(device,) * count, started=False))
+
+
+def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ...]:
+    """Changes to the command line with which it fits, each of them tried; the smallest change first."""
+    fit = result.fit
+    if fit is None or fit.fits:
+        return ()
+    out = []
+    if fit.max_context:
+        out.append(f"--ctx {fit.max_context}")
+    if fit.max_concurrency and fit.max_concurrency < plan.sequences:
+        out.append(f"--sequences {fit.max_concurrency}")
+    for words, changed in _changes(plan):
+        try:
+            tried = answer(prepare(spec, changed), result.context)
+        except KvctlError:
+            continue
+        if tried.fit is not None and tried.fit.fits:
+            out.append(words)
+    return tuple(out)
+
+
+def _changes(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+    """Ways to need less or to have more, in words and as plans."""
+    smaller = _SMALLER_CACHE.get(plan.engine.name)
+    cache = weights = None
+    if smaller is not None and plan.key is None and plan.value is None:
+        kind = plan.engine.kv_dtype(smaller, "--kv-dtype")
+        cache = plan.replace(key=kind, value=kind.values or kind)
+        yield f"--kv-dtype {smaller}", cache
+    if plan.weights_dtype is None and plan.engine.splits:
+        for name in ("fp8", "awq"):
+            weights = plan.replace(weights_dtype=name)
+            yield f"--weights-dtype {name}", weights
+    if cache is not None and weights is not None:
+        yield f"--kv-dtype {smaller} --weights-dtype awq", cache.replace(weights_dtype="awq")
+    hardware, serving = plan.hardware, plan.serving
+    if hardware is None or serving.tensor_parallel is not None or len(set(d.name for d in hardware.devices)) > 1:
+        return
+    count = len(hardware.devices)
+    for more in (2, 4, 8, 16):
+        if more > count and (tried := _on(plan, more)) is not None:
+            yield f"--gpu {more}x{hardware.devices[0].name}", tried
+
+
+def _why(result: SizeResult) -> str:
+    return result.fit.why if result.fit is not None else ""
+
+
+def _hint(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> str | None:
+    ways = advice(spec, plan, result)
+    return "it fits with " + ", or ".join(ways[:3]) if ways else "fewer tokens, smaller formats or more GPUs"
+
+
+
