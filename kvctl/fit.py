@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kvctl.formats import DType
     from kvctl.hardware import Device
     from kvctl.reports import WeightsInfo
-    from kvctl.size import SizePlan
-    from kvctl.spec import Formats, ModelSpec
+    from kvctl.spec import ModelSpec
 
 Held = Callable[[int, int, Serving], tuple[int, Allocation | None]]
 """(tokens, sequences, how the engine is started) to bytes that a rank holds, and the engine's plan where it has one."""
@@ -100,29 +99,28 @@ def _over_all(serving: Serving, count: int, works: Callable[[Serving], bool]) ->
 
 
 def room_for(
-    spec: ModelSpec, plan: SizePlan, dtype: DType, fmt: Formats,
-    weights_of: Callable[[SizePlan], WeightsInfo | None], held: Held,
-) -> tuple[SizePlan, WeightsInfo | None, Room]:  # fmt: skip
-    """The memory for the cache that a plan's hardware leaves; the plan with the ranks that it gets, and their weights.
+    spec: ModelSpec, engine: Engine, serving: Serving, hardware: Hardware, dtype: DType, context: int,
+    weights_of: Callable[[Serving], WeightsInfo | None], held: Held,
+) -> tuple[WeightsInfo | None, Room]:  # fmt: skip
+    """The memory for the cache that the hardware leaves, and the weights as they lie on the ranks.
+
+    `context` is one that is asked about, for trying whether the engine takes a split.
 
     Raises:
         ConfigError: how much the weights take is not known.
         UsageError: more ranks than devices.
 
     """
-    hardware, engine = plan.hardware, plan.engine
-    assert hardware is not None
 
     def works(serving: Serving) -> bool:
         try:
-            held(plan.contexts[0] if plan.contexts else 4096, 1, serving)
+            held(context, 1, serving)
         except UsageError:
             return False
         return True
 
-    laid = layout(engine, plan.serving, hardware, works)
-    plan = plan.replace(serving=laid.serving)
-    info = weights_of(plan)
+    laid = layout(engine, serving, hardware, works)
+    info = weights_of(laid.serving)
     count = len(laid.devices)
     shares = (Fraction(1, count),) * count if count > 1 and not engine.splits else ()
     guesses: list[str] = []
@@ -140,7 +138,7 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
-    return plan, info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses))
+    return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses))
 
 
 class Rank(Record):

@@ -141,8 +141,12 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     if plan.hardware is not None:
         from kvctl.fit import room_for
 
-        weights_of = lambda told: _weights(spec, told, dtype, late)  # noqa: E731
-        plan, weights, room = room_for(spec, plan, dtype, fmt, weights_of, _held(spec, plan, fmt))
+        def weights_of(serving: Serving) -> WeightsInfo | None:
+            return _weights(spec, plan.replace(serving=serving), dtype, late)
+
+        weights, room = room_for(spec, plan.engine, plan.serving, plan.hardware, dtype,
+                                 contexts_for(spec, plan)[0], weights_of, _held(spec, plan, fmt))  # fmt: skip
+        plan = plan.replace(serving=room.laid.serving)
         warnings += room.laid.notes
     else:
         weights = _weights(spec, plan, dtype, late)

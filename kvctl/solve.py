@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvctl.errors import ExitCode, KvctlError, UsageError
 from kvctl.reports import SizeResult
-from kvctl.size import Question, SizePlan, answer, contexts_for, prepare
+from kvctl.size import SizePlan, answer, contexts_for, prepare
 from kvctl.spec import ModelSpec
 from kvctl.units import plural
 
@@ -43,7 +43,9 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
         result = answer(prepare(spec, plan), context)
         assert result.fit is not None
         if not result.fit.max_concurrency:
-            raise NoAnswer(f"not one request of {context:,} tokens fits: {_why(result)}", hint=_hint(spec, plan, result))
+            raise NoAnswer(
+                f"not one request of {context:,} tokens fits: {_why(result)}", hint=_hint(spec, plan, result)
+            )
         if plan.engine.slots:
             raise UsageError(f"{plan.engine.name} holds {plural(result.fit.max_concurrency, 'request')} of {context:,} "
                              "tokens", hint=f"--parallel {result.fit.max_concurrency} counts so many slots")  # fmt: skip
@@ -94,7 +96,9 @@ def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
             return None
         serving = serving.replace(tensor_parallel=count // other)
     elif plan.engine.splits and serving.tensor_parallel is not None:
-        raise UsageError("--solve gpus chooses the split itself", hint="leave --tensor-parallel-size out, or --solve tp")
+        raise UsageError(
+            "--solve gpus chooses the split itself", hint="leave --tensor-parallel-size out, or --solve tp"
+        )
     device = hardware.devices[0].replace(index=None, uuid=None, notes=())
     return plan.replace(serving=serving, hardware=hardware.replace(devices=(device,) * count, started=False))
 
@@ -149,6 +153,3 @@ def _why(result: SizeResult) -> str:
 def _hint(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> str | None:
     ways = advice(spec, plan, result)
     return "it fits with " + ", or ".join(ways[:3]) if ways else "fewer tokens, smaller formats or more GPUs"
-
-
-
