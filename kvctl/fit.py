@@ -34,8 +34,12 @@ class Hardware(Record):
     """What a model is to run on."""
 
     devices: tuple[Device, ...]
+    name: str = ""
+    """What one of them is called on the command line; empty for several kinds, and for this machine's."""
     overhead: int | None = None
     """Measured bytes on each rank beside weights and cache: they take the place of estimates."""
+    solve: str | None = None
+    """What to look for the best of: ctx, concurrency, gpus or tp."""
     started: bool = False
     """Whether a pasted command line starts the engine: parallelism that it does not name is none."""
 

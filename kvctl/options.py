@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from kvctl.allocation import Serving
     from kvctl.engines import Engine
     from kvctl.engines.flags import Given
+    from kvctl.fit import Hardware
     from kvctl.sources import Found
 
+SOLVES = ("ctx", "concurrency", "gpus", "tp")
 OUTPUT_FORMATS = ("table", "json", "csv", "md")
 
 
@@ -181,6 +183,34 @@ def read_asked(
     )
 
 
+def read_hardware(
+    gpu: str | None, overhead: str | None, solve: str | None, *, started: bool, needed: bool
+) -> Hardware | None:
+    """The hardware of --gpu; options that need one are refused without."""
+    if gpu is None:
+        for option, given in (("--solve", solve), ("--measured-overhead", overhead), ("--fail-unless-fits", needed)):
+            if given:
+                raise UsageError(f"{option} needs hardware", hint="name it: --gpu H100, --gpu 2xRTX4090, --gpu local")
+        return None
+    import re
+
+    from kvctl.fit import Hardware
+    from kvctl.hardware import read_gpus
+    from kvctl.units import parse_bytes
+
+    if solve is not None and solve not in SOLVES:
+        raise UsageError(f"--solve: unknown {solve[:40]!r}", hint="one of " + ", ".join(SOLVES))
+    measured = parse_bytes(overhead, what="--measured-overhead") if overhead is not None else None
+    devices = read_gpus(gpu)
+    kinds = {device.name for device in devices}
+    name = (
+        re.sub(r"^\s*\d+\s*[x×*]\s*|\s*[x×*]\s*\d+\s*$", "", gpu)
+        if len(kinds) == 1 and devices[0].index is None
+        else ""
+    )
+    return Hardware(devices, "" if "," in name else name, measured, solve, started)
+
+
 def at_least_one(value: int, option: str) -> int:
     """A count of sequences or beams."""
     if not 1 <= value <= 2**31:
@@ -224,6 +254,25 @@ def complete_sources(incomplete: str) -> list[str]:
     from kvctl.sources import SOURCES
 
     return [name for name in SOURCES if name.startswith(incomplete.lower())]
+
+
+def complete_solves(incomplete: str) -> list[str]:
+    """What --solve takes."""
+    return [name for name in SOLVES if name.startswith(incomplete.lower())]
+
+
+def complete_gpus(incomplete: str) -> list[str]:
+    """GPU names of the table that start so, after a count and earlier names."""
+    import re
+
+    from kvctl.hardware import table
+
+    head, _, last = incomplete.rpartition(",")
+    times = re.match(r"\d+x", last)
+    before = (head + "," if head else "") + (times[0] if times else "")
+    typed = table.key(last[times.end() if times else 0 :])
+    names = ["local", "cpu", *(card.name.replace(" ", "-") for card in table.cards())]
+    return [before + name for name in names if table.key(name).startswith(typed)]
 
 
 def complete_models(incomplete: str) -> list[str]:

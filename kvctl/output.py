@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvctl import __version__
-from kvctl.reports import SizeReport
+from kvctl.reports import Fit, SizeReport
 from kvctl.units import format_bytes
 from kvctl.words import (
     copies_words,
     engine_words,
+    fit_cells,
     format_words,
     formula_lines,
+    gpu_cells,
     held_words,
     kind_words,
     listing_cells,
@@ -83,8 +85,34 @@ def emit_listing(rows: Sequence[dict[str, Any]], form: str) -> None:
         print_listing(rows)
 
 
+def emit_gpus(rows: Sequence[dict[str, Any]], form: str) -> None:
+    """Print rows of the GPU table: name, memory_mib, bandwidth_gbs, fp16_tflops, compute_capability, nvml_names."""
+    forgive_encoding()
+    if form == "json":
+        _json({"schema": "kvctl.gpus/1", "kvctl_version": __version__, "gpus": list(rows)})
+    elif form == "csv":
+        _csv(
+            [row | {"nvml_names": " | ".join(row["nvml_names"]), "aliases": " | ".join(row["aliases"])} for row in rows]
+        )
+    elif form == "md":
+        print("| GPU | memory | bandwidth | dense FP16 | as the driver names it |\n|---|---:|---:|---:|---|")
+        for row in rows:
+            print("| " + " | ".join(gpu_cells(row)) + " |")
+    elif not sys.stdout.isatty():
+        for row in rows:
+            print(row["name"])
+    else:
+        from kvctl.screen import print_gpus
+
+        print_gpus(rows)
+
+
 def _notes(report: SizeReport) -> list[tuple[str, str]]:
-    return [(result.model.id, note) for result in report.results for note in result.model.notes]
+    return [
+        (result.model.id, note)
+        for result in report.results
+        for note in (*result.model.notes, *(result.fit.notes if result.fit is not None else ()))
+    ]
 
 
 def _warnings(report: SizeReport) -> list[tuple[str, str]]:
@@ -134,6 +162,15 @@ def _csv(rows: Sequence[dict[str, Any]]) -> None:
         writer.writerow({key: one_line(value) if isinstance(value, str) else value for key, value in row.items()})
 
 
+def fit_columns(fit: Fit) -> dict[str, Any]:
+    """A fit as flat columns."""
+    names = ("fits", "device_bytes", "kv_bytes", "overhead_bytes", "headroom_bytes", "max_context", "max_concurrency",
+             "bottleneck_rank")  # fmt: skip
+    return {"rank_kv_bytes" if name == "kv_bytes" else name: getattr(fit, name) for name in names} | {
+        "rank_weights_bytes": fit.weights_bytes
+    }
+
+
 def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
     """Flat rows: one a result, or one for each state of each layer with --per-layer."""
     rows = []
@@ -177,6 +214,7 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
                 "overrides": " ".join(f"{key}={value}" for key, value in result.model.overrides.items()),
             }
             | (planned or {})
+            | (fit_columns(result.fit) if result.fit is not None else {})
         )
     return rows
 
@@ -187,9 +225,11 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
 def _markdown(report: SizeReport) -> None:
     planned = any(result.allocation for result in report.results)
     reserved = " reserved |" if planned else ""
+    fitted = any(result.fit for result in report.results)
     engines = len({result.engine for result in report.results}) > 1
-    print(f"| model | context | held for | format | KV cache | bytes |{reserved} +1 token | fixed | weights |")
-    print("|---|---:|---|---|---:|---:|" + "---:|" * planned + "---:|---:|---:|")
+    print(f"| model | context | held for | format | KV cache | bytes |{reserved} +1 token | fixed | weights |"
+          + " fits | headroom | longest context | requests at once |" * fitted)  # fmt: skip
+    print("|---|---:|---|---|---:|---:|" + "---:|" * planned + "---:|---:|---:|" + "---|---:|---:|---:|" * fitted)
     for result in report.results:
         cells = (
             (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|")
@@ -203,6 +243,7 @@ def _markdown(report: SizeReport) -> None:
             format_bytes(result.kv_bytes_per_token),
             format_bytes(result.kv_bytes_fixed),
             "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes),
+            *(fit_cells(result) if fitted else ()),
         )
         print("| " + " | ".join(cells) + " |")
     for result in report.results:

@@ -1,28 +1,23 @@
-"""Tables on a terminal, through rich; every number in full, whatever the width.
-
-Columns are laid out here and not by rich's Table: that cuts cells short on narrow
-terminals, pads the ends of lines, and takes longer than the rest of a run.
-"""
+"""What each report looks like on a terminal."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console
 from rich.text import Text
 
 from kvctl.reports import LayerRow, SizeReport, SizeResult
+from kvctl.screen_lines import Row, Screen, bar, share_words
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
     capacity_words,
     copies_words,
     engine_words,
+    fit_cells,
     format_words,
     formula_lines,
+    gpu_cells,
     held_words,
     kind_words,
     listing_cells,
@@ -32,7 +27,6 @@ from kvctl.words import (
     reserved_words,
     scheme_words,
     title_words,
-    unicode_output,
 )
 
 _ENGINE_WORDS = {
@@ -45,66 +39,17 @@ _ENGINE_WORDS = {
     "ollama": ": by the rules of llama.cpp, which it starts",
 }
 
-Row = tuple[Sequence[str], Text | None, str]
-"""Cells, what stands after them (a bar), and the style of the line."""
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        # rich would leave with status 1; whoever called decides.
-        raise BrokenPipeError
-
-
-class Screen:
-    """Lines on stdout: on a terminal long ones break between words, in a pipe they stay whole, for grep."""
-
-    def __init__(self) -> None:
-        self.terminal = sys.stdout.isatty()
-        width = None if self.terminal or os.environ.get("COLUMNS") else 120
-        self.console = _Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
-        if self.console.width < 20:  # COLUMNS=0 and the like
-            self.console.width = 80
-
-    def line(self, text: str | Text = "", style: str = "", indent: int = 0) -> None:
-        """One line; what does not fit goes on under column `indent`."""
-        content = Text(text, style=style) if isinstance(text, str) else text
-        room = self.console.width - 1
-        if not self.terminal or content.cell_len <= room or room - indent < 24:
-            self.console.print(content, soft_wrap=True)
-            return
-        head, rest = content.divide([indent]) if indent else (Text(""), content)
-        for index, part in enumerate(rest.wrap(self.console, room - indent)):
-            self.console.print((Text(" " * indent) if index else head) + part, soft_wrap=True)
-
-    def table(self, justify: str, rows: Sequence[Row], *, bold: int | None = None) -> None:
-        """Rows of cells, each column as wide as its widest; `justify` has an l or r for each.
-
-        Column `bold` of rows without a style of their own stands out.
-        """
-        widths = [max(cell_len(row[0][column]) for row in rows) for column in range(len(justify))]
-        for cells, tail, style in rows:
-            if tail is not None and not any(cells):
-                self.console.print(tail, soft_wrap=True)  # a heading between rows
-                continue
-            parts = []
-            for cell, width, side in zip(cells, widths, justify, strict=True):
-                blank = " " * (width - cell_len(cell))
-                parts.append(blank + cell if side == "r" else cell + blank)
-            text = Text("  ".join(parts), style=style)
-            if bold is not None and not style:
-                start = sum(widths[:bold]) + 2 * bold
-                text.stylize("bold", start, start + widths[bold])
-            if tail is not None:
-                text.append("  ")
-                text.append_text(tail)
-            text.rstrip()
-            self.console.print(text, soft_wrap=True)
-
 
 def print_listing(rows: Sequence[dict[str, Any]]) -> None:
     """The catalogue."""
     head: Row = (("model", "type", "parameters", "context"), None, "dim")
     Screen().table("llrr", [head, *((listing_cells(row), None, "") for row in rows)])
+
+
+def print_gpus(rows: Sequence[dict[str, Any]]) -> None:
+    """The GPU table."""
+    head: Row = (("GPU", "memory", "bandwidth", "dense FP16", "as the driver names it"), None, "dim")
+    Screen().table("lrrrl", [head, *((gpu_cells(row), None, "") for row in rows)])
 
 
 def print_size(report: SizeReport) -> None:
@@ -123,38 +68,24 @@ def print_size(report: SizeReport) -> None:
         (group,) = groups.values()
         if len(group) > 1:
             _ladder(screen, list(group.values()))
-        _one(screen, largest[0])
+        if largest[0].fit is not None:
+            from kvctl.screen_fit import print_fit
+
+            screen.line(f"{title_words(largest[0])}, {engine_words(largest[0])}", "bold")
+            print_fit(screen, largest[0])
+            screen.line()
+            _fact_lines(screen, _facts(largest[0]))
+            _log(screen, largest[0])
+        else:
+            _one(screen, largest[0])
     for result in largest:
         _layer_list(screen, result)
         _formulas(screen, result)
 
 
-def _bar(part: int, whole: int, width: int = 16) -> Text:
-    """A bar of eighths; something that is not nothing shows at least a sliver."""
-    if not part or not whole:
-        return Text("")
-    if not unicode_output():
-        return Text("#" * max(1, round(width * part / whole)))
-    eighths = max(1, round(8 * width * part / whole))
-    return Text("█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8], style="cyan")
-
-
-def _share(part: int, whole: int) -> str:
-    """Percent: 100% only for all of it, 0% only for nothing."""
-    if not part or not whole:
-        return "0%"
-    if part == whole:
-        return "100%"
-    percent = 100 * part / whole
-    if percent >= 99.95:
-        return ">99.9%"
-    if percent < 0.05:
-        return "<0.1%"
-    return f"{percent:.0f}%" if 9.95 <= percent < 99 else f"{percent:.1f}%"
-
-
-def _one(screen: Screen, result: SizeResult) -> None:
-    screen.line(title_words(result), "bold")
+def _one(screen: Screen, result: SizeResult, *, titled: bool = True) -> None:
+    if titled:
+        screen.line(title_words(result), "bold")
     rows: list[Row] = [(("layers", "kind", "holds", "size", "share"), None, "dim")]
     for row in sorted(result.layers, key=lambda row: -row.bytes):
         cells = (
@@ -162,20 +93,27 @@ def _one(screen: Screen, result: SizeResult) -> None:
             kind_words(row.kind),
             held_words(row.kind, row.tokens),
             format_bytes(row.bytes),
-            _share(row.bytes, result.kv_bytes),
+            share_words(row.bytes, result.kv_bytes),
         )
-        rows.append((cells, _bar(row.bytes, result.kv_bytes), "dim" if row.kind in ("none", "shared") else ""))
+        rows.append((cells, bar(row.bytes, result.kv_bytes), "dim" if row.kind in ("none", "shared") else ""))
     if not result.layers:
         rows.append((("0", "none", "nothing", "0 B", "0%"), None, "dim"))
     screen.table("rllrr", rows)
     screen.line()
-    facts = _facts(result)
+    _fact_lines(screen, _facts(result))
+    _log(screen, result)
+
+
+def _fact_lines(screen: Screen, facts: Sequence[tuple[str, str, str]]) -> None:
     names, sizes = (max(len(fact[column]) for fact in facts) for column in (0, 1))
     for index, (name, size, detail) in enumerate(facts):
         text = Text.assemble(
             (name.ljust(names + 2), "dim"), (size.rjust(sizes), "bold" if index == 0 else ""), "  ", one_line(detail)
         )
         screen.line(text, indent=names + sizes + 4)
+
+
+def _log(screen: Screen, result: SizeResult) -> None:
     if result.allocation is not None and result.allocation.log:
         screen.line()
         screen.line("its log will say", "bold")
@@ -297,16 +235,24 @@ def _ladder(screen: Screen, group: Sequence[SizeResult]) -> None:
     room = max(6, min(24, screen.console.width - 56))
     planned = first.allocation is not None
     # What an engine reserves takes the place of the exact bytes: these stand below.
-    rows: list[Row] = [(("context", "KV cache", "reserved" if planned else "bytes", "+1 token"), None, "dim")]
+    head = ["context", "KV cache", "reserved" if planned else "bytes", "+1 token"]
+    if first.fit is not None:
+        head[3:] = ["fits", "headroom", "requests at once"]
+    rows: list[Row] = [(head, None, "dim")]
     for result in group:
-        cells = (
+        cells = [
             f"{result.context:,}",
             format_bytes(result.kv_bytes),
             reserved_words(result) if planned else f"{result.kv_bytes:,}",
             format_bytes(result.kv_bytes_per_token),
-        )
-        rows.append((cells, _bar(result.kv_bytes, largest, room), ""))
-    screen.table("rrrr", rows, bold=1)
+        ]
+        if result.fit is not None:
+            fits, headroom, _, most = fit_cells(result)
+            cells[3:] = [fits, headroom, most]
+            rows.append((cells, None, "" if result.fit.fits else "red"))
+        else:
+            rows.append((cells, bar(result.kv_bytes, largest, room), ""))
+    screen.table("r" * len(head), rows, bold=1)
     screen.line()
 
 
@@ -326,7 +272,8 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
     largest = max(result.kv_bytes for result in results)
     longest = 0 if stacked else max(len(name) for name in names.values())
     planned = first.allocation is not None
-    room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned)
+    fitted = first.fit is not None
+    room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned - 48 * fitted)
 
     def cells(result: SizeResult) -> list[str]:
         row = [f"{result.context:,}" if stacked else names[_key(result)], format_bytes(result.kv_bytes)]
@@ -337,7 +284,7 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
             row.append(format_bytes(result.kv_bytes_fixed))
         # The weights are the same at every context: once is enough.
         row.append(_weights(result) if not stacked or result is heads[_key(result)] else "")
-        return row
+        return [*row, *fit_cells(result)] if fitted else row
 
     heads = {_key(group[0]): group[0] for group in groups}
     reserved = ["reserved"] if planned else []
@@ -348,13 +295,15 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
         "+1 token",
         *(["fixed"] if fixed else []),
         "weights",
+        *(("fits", "headroom", "longest", "at once") if fitted else ()),
     ]
     rows: list[Row] = [(head, None, "dim")]
     for group in groups:
         if stacked:
             rows.append(([""] * len(head), Text(names[_key(group[0])], style="bold"), ""))
         for result in group:
-            rows.append((cells(result), _bar(result.kv_bytes, largest, room) if room >= 6 else None, ""))
+            style = "red" if result.fit is not None and not result.fit.fits else ""
+            rows.append((cells(result), bar(result.kv_bytes, largest, room) if room >= 6 else None, style))
     screen.table(("r" if stacked else "l") + "r" * (len(head) - 1), rows, bold=1)
 
 
@@ -369,16 +318,19 @@ def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
         screen.line(title_words(answers[0]), "bold")
         totals = [_in_memory(result) for result in answers]
         holds = any(result.allocation and result.allocation.capacity_tokens is not None for result in answers)
-        more = ("budget holds",) if holds else ()
+        fitted = any(result.fit for result in answers)
+        more = ("fits", "headroom", "longest", "at once") if fitted else ("budget holds",) if holds else ()
         rows: list[Row] = [(("engine", "format", "in memory", "bytes", *more), None, "dim")]
-        room = min(16, screen.console.width - 60 - 20 * holds)
+        room = min(16, screen.console.width - 60 - 20 * holds - 30 * fitted)
         for result, total in zip(answers, totals, strict=True):
             ranks = len(result.allocation.per_rank) if result.allocation else 1
             each = f"{ranks} × " if ranks > 1 else ""
             cells = [engine_words(result), format_words(result), each + format_bytes(total), f"{each}{total:,}"]
-            if holds:
+            if fitted:
+                cells += fit_cells(result)
+            elif holds:
                 cells.append(capacity_words(result.allocation))
-            rows.append((cells, _bar(total, max(totals), room) if room >= 6 else None, ""))
+            rows.append((cells, bar(total, max(totals), room) if room >= 6 else None, ""))
         screen.table("llrr" + "r" * len(more), rows, bold=2)
         for result in answers:
             for reason in result.allocation.reasons if result.allocation else ():

@@ -147,10 +147,15 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
         weights, room = room_for(spec, plan.engine, plan.serving, plan.hardware, dtype,
                                  contexts_for(spec, plan)[0], weights_of, _held(spec, plan, fmt))  # fmt: skip
         plan = plan.replace(serving=room.laid.serving)
-        warnings += room.laid.notes
     else:
         weights = _weights(spec, plan, dtype, late)
     return Question(spec, plan, dtype, fmt, weights, room, tuple(warnings), tuple(late))
+
+
+def answers(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
+    """A result for every context of the plan."""
+    asked = prepare(spec, plan)
+    return [answer(asked, context) for context in contexts_for(spec, plan)]
 
 
 def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
@@ -246,7 +251,8 @@ def answer(asked: Question, context: int) -> SizeResult:
 
 def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str]) -> WeightsInfo | None:
     """The weights as they are stored; by rank and in another format where that is asked."""
-    if not needs_tensors(plan):
+    estimate = plan.hardware is not None and (spec.weights is None or spec.weights.bytes is None)
+    if not needs_tensors(plan) and not (estimate and spec.provenance.source != "shape"):
         if spec.weights is None:
             return None
         return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))

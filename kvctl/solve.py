@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from kvctl.errors import ExitCode, KvctlError, UsageError
 from kvctl.reports import SizeResult
-from kvctl.size import SizePlan, answer, contexts_for, prepare
+from kvctl.size import SizePlan, answer, answers, contexts_for, prepare
 from kvctl.spec import ModelSpec
 from kvctl.units import plural
 
-SOLVES = ("ctx", "concurrency", "gpus", "tp")
 _MOST_GPUS = 64
 _SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt-llm": "fp8", "llama.cpp": "q8_0",
                   "ollama": "q8_0"}  # fmt: skip
@@ -23,16 +22,25 @@ class NoAnswer(KvctlError):
     exit_code = ExitCode.ANSWER_IS_NO
 
 
+def answers_on(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
+    """A result for every context, or for the one that is solved for; with advice where the longest does not fit."""
+    if plan.hardware is not None and plan.hardware.solve is not None:
+        plan = solve(spec, plan, plan.hardware.solve)
+    results = answers(spec, plan)
+    last = results[-1]
+    if last.fit is not None and not last.fit.fits:
+        results[-1] = last.replace(fit=last.fit.replace(advice=advice(spec, plan, last)))
+    return results
+
+
 def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
     """The plan with the largest context or number of requests, or the fewest GPUs or tensor-parallel ranks, that fits.
 
     Raises:
         NoAnswer: none does.
-        UsageError: no hardware is named, or several contexts.
+        UsageError: several contexts, or a number that the engine's own options set.
 
     """
-    if plan.hardware is None:
-        raise UsageError(f"--solve {what} needs hardware", hint="name it: --gpu H100, --gpu 2xRTX4090, --gpu local")
     if what == "ctx":
         return _longest(spec, plan)
     if plan.contexts is not None and len(plan.contexts) > 1:
@@ -120,6 +128,8 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
             continue
         if tried.fit is not None and tried.fit.fits:
             out.append(words)
+            if words.startswith("--gpu"):
+                break  # the fewest are enough
     return tuple(out)
 
 
@@ -138,12 +148,12 @@ def _changes(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
     if cache is not None and weights is not None:
         yield f"--kv-dtype {smaller} --weights-dtype awq", cache.replace(weights_dtype="awq")
     hardware, serving = plan.hardware, plan.serving
-    if hardware is None or serving.tensor_parallel is not None or len(set(d.name for d in hardware.devices)) > 1:
+    if hardware is None or serving.tensor_parallel is not None or not hardware.name:
         return
     count = len(hardware.devices)
     for more in (2, 4, 8, 16):
         if more > count and (tried := _on(plan, more)) is not None:
-            yield f"--gpu {more}x{hardware.devices[0].name}", tried
+            yield f"--gpu {more}x{hardware.name}", tried
 
 
 def _why(result: SizeResult) -> str:

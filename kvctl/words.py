@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from kvctl.allocation import Allocation
-from kvctl.reports import SizeResult, WeightsInfo
+from kvctl.reports import Fit, SizeResult, WeightsInfo
 from kvctl.units import format_bytes, format_count, plural
 
 
@@ -70,6 +70,52 @@ def title_words(result: SizeResult) -> str:
         if count
     )
     return one_line(f"{result.model.id}: {result.context:,} tokens{extra} × {copies_words(result)}")
+
+
+def device_words(fit: Fit) -> str:
+    """ "4 × NVIDIA H100 80GB HBM3"."""
+    counts: dict[str, int] = {}
+    for name in fit.devices:
+        counts[name] = counts.get(name, 0) + 1
+    return " + ".join(f"{count} × {name}" if len(fit.devices) > 1 else name for name, count in counts.items())
+
+
+def signed_bytes(count: int) -> str:
+    """−1.50 GiB for what is missing."""
+    return format_bytes(count) if count >= 0 else f"−{format_bytes(-count)}"
+
+
+def fit_cells(result: SizeResult) -> tuple[str, str, str, str]:
+    """Fits, headroom, longest context and requests at once."""
+    fit = result.fit
+    if fit is None:
+        return "", "", "", ""
+    longest = "any" if fit.max_context is None else f"{fit.max_context:,}"
+    return "yes" if fit.fits else "no", signed_bytes(fit.headroom_bytes), longest, f"{fit.max_concurrency:,}"
+
+
+def gpu_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """One row of the GPU table for people."""
+    memory, rate, dense = row["memory_mib"], row["bandwidth_gbs"], row["fp16_tflops"]
+    return (
+        row["name"],
+        f"{memory:,} MiB" if memory else f"{row['nominal_gb']} GB",
+        f"{rate:,g} GB/s" if rate else "",
+        f"{dense:,g} TFLOPS" if dense else "",
+        ", ".join(row["nvml_names"]),
+    )
+
+
+def verdict_words(result: SizeResult) -> str:
+    """Fits or not, and by how much."""
+    fit = result.fit
+    assert fit is not None
+    rank = f" on each of {len(fit.ranks)} ranks" if len(fit.ranks) > 1 else ""
+    about = "about " if fit.estimated else ""
+    if fit.fits:
+        return f"fits: {about}{format_bytes(fit.headroom_bytes)} of headroom{rank}"
+    short = f", {format_bytes(-fit.headroom_bytes)} short{rank}" if fit.headroom_bytes < 0 else ""
+    return f"does not fit{short}: {fit.why}"
 
 
 def format_words(result: SizeResult) -> str:

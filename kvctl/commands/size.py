@@ -11,8 +11,10 @@ from kvctl.options import (
     complete_cache_formats,
     complete_dtypes,
     complete_engines,
+    complete_gpus,
     complete_models,
     complete_output_formats,
+    complete_solves,
     complete_sources,
 )
 from kvctl.units import MAX_TOKENS
@@ -114,6 +116,38 @@ def size(
             show_default=False,
         ),
     ] = None,
+    gpu: Annotated[
+        Optional[str],
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="Does it fit? H100, 2xRTX4090, A100:40GiB, 2xL4,T4, local (this machine's), local:0,1, cpu. --list-gpus shows the names.",
+            show_default=False,
+            autocompletion=complete_gpus,
+        ),
+    ] = None,
+    solve: Annotated[
+        Optional[str],
+        typer.Option(
+            "--solve",
+            metavar="NAME",
+            help="With --gpu, size the largest that fits: ctx (tokens of each request), concurrency (requests at once); or the fewest gpus, or tensor-parallel ranks (tp).",
+            show_default=False,
+            autocompletion=complete_solves,
+        ),
+    ] = None,
+    measured_overhead: Annotated[
+        Optional[str],
+        typer.Option(
+            "--measured-overhead",
+            metavar="SIZE",
+            help="What an engine was seen to take on each GPU beside weights and cache: 3.1GiB. Takes the place of estimates.",
+            show_default=False,
+        ),
+    ] = None,
+    fail_unless_fits: Annotated[
+        bool, typer.Option("--fail-unless-fits", help="Exit with status 3 where something does not fit (with --gpu).")
+    ] = False,
     encoder_tokens: Annotated[
         Optional[int],
         typer.Option(
@@ -203,6 +237,9 @@ def size(
     ] = "table",
     json_: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes and warnings on stderr.")] = False,
+    list_gpus: Annotated[
+        bool, typer.Option("--list-gpus", help="List the GPUs that --gpu knows; MODEL is then a pattern.")
+    ] = False,
     list_models: Annotated[
         bool,
         typer.Option(
@@ -218,12 +255,14 @@ def size(
       kvctl size Qwen3-32B DeepSeek-V3 gemma-3-27b-it --ctx 4k,32k,128k
       kvctl size ./my-model --ctx 32k --sequences 16 --kv-dtype fp8 --json
       kvctl size gemma-3-27b-it --ctx 128k --engine vllm --kv-budget 20GiB
+      kvctl size Llama-3.3-70B-Instruct --ctx 32k --sequences 8 --engine vllm --gpu 4xH100
+      kvctl size gpt-oss-120b --engine vllm --gpu H100 --solve ctx
       kvctl size --engine-args "vllm serve Qwen3-32B -tp 4 --max-model-len 32768"
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
     from kvctl import options, output
-    from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
+    from kvctl.errors import ConfigError, ExitCode, KvctlError, SourceError, UsageError
 
     form = options.read_output_format(format_, json_)
     if list_models:
@@ -239,13 +278,17 @@ def size(
             )
         output.emit_listing(rows, form)
         return
+    if list_gpus:
+        from kvctl.hardware import listing
+
+        output.emit_gpus(listing(models or [""]), form)
+        return
 
     from kvctl.engines import ENGINES, Engine
     from kvctl.engines import engine as find_engine
     from kvctl.model import build_spec, shape_spec
     from kvctl.reports import SizeReport, SizeResult
-    from kvctl.size import SizePlan, contexts_for, needs_tensors
-    from kvctl.size import size as size_of
+    from kvctl.size import SizePlan, answers, needs_tensors
 
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
@@ -276,7 +319,12 @@ def size(
         explain=explain,
         notes=asked.notes,
         weights_dtype=weights_dtype,
+        hardware=options.read_hardware(
+            gpu, measured_overhead, solve, started=engine_args is not None, needed=fail_unless_fits
+        ),
     )
+    if common.hardware is not None:
+        from kvctl.solve import answers_on as answers
 
     def plan_for(rules: Engine) -> SizePlan:
         key, value = asked.cache_formats(rules)
@@ -329,7 +377,7 @@ def size(
     for spec in specs:
         for plan in plans:
             try:
-                results += [size_of(spec, context, plan) for context in contexts_for(spec, plan)]
+                results += answers(spec, plan)
             except KvctlError as error:
                 if not everyone:
                     raise
@@ -339,3 +387,5 @@ def size(
         fault_kind = UsageError if all(isinstance(fault, UsageError) for fault in faults) else ConfigError
         raise fault_kind("no engine answers: " + "; ".join(dict.fromkeys(refused)))
     output.emit_size(SizeReport(tuple(results), tuple(refused)), form, quiet=quiet)
+    if fail_unless_fits and not all(result.fit is not None and result.fit.fits for result in results):
+        raise typer.Exit(ExitCode.ANSWER_IS_NO)

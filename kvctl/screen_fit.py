@@ -1,0 +1,125 @@
+"""Whether it fits, on a terminal: the verdict, where the memory goes, and what to change."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from kvctl.reports import Fit, SizeResult
+from kvctl.screen_lines import Row, Screen, share_words
+from kvctl.units import format_bytes, plural
+from kvctl.words import device_words, one_line, signed_bytes, unicode_output, verdict_words
+
+_STYLES = {"weights": "blue", "KV cache": "cyan", "headroom": "green", "left free": "bright_black",
+           "other processes": "red"}  # fmt: skip
+_OVERHEAD = ("magenta", "yellow", "bright_magenta", "bright_yellow")
+_MARKS = "█▓▒░"
+_LETTERS = {"weights": "W", "KV cache": "K", "headroom": ".", "left free": "-", "other processes": "x"}
+
+
+def print_verdict(screen: Screen, result: SizeResult) -> None:
+    """One line that says it all."""
+    fit = result.fit
+    assert fit is not None
+    screen.line(one_line(verdict_words(result)), "bold green" if fit.fits else "bold red")
+
+
+def print_fit(screen: Screen, result: SizeResult) -> None:
+    """The parts of the fullest rank as a bar and a list, how much more would fit, and what to change."""
+    fit = result.fit
+    assert fit is not None
+    print_verdict(screen, result)
+    screen.line()
+    parts = _parts(fit)
+    whole = f"{device_words(fit)}: {format_bytes(fit.device_bytes)} for applications"
+    if len(fit.ranks) > 1:
+        whole = f"rank {fit.bottleneck_rank} of {len(fit.ranks)}, the one that decides; {whole}"
+    screen.line(one_line(whole), "dim")
+    screen.console.print(_bar(parts, fit, min(96, screen.console.width - 1)), soft_wrap=True)
+    rows: list[Row] = []
+    for name, size, style, mark, rule in parts:
+        rows.append(((mark, name, signed_bytes(size),
+                      share_words(max(size, 0), fit.device_bytes)), Text(one_line(rule), style="dim"), style))  # fmt: skip
+    _list(screen, rows)
+    screen.line()
+    for name, value in _more(result, fit):
+        screen.line(Text.assemble((name.ljust(18), "dim"), one_line(value)), indent=18)
+
+
+def _parts(fit: Fit) -> list[tuple[str, int, str, str, str]]:
+    """Name, bytes, style, mark and words of every part of the device."""
+    weights = next((words for words in fit.estimated if words.startswith("weights: ")), "")
+    rows = [("weights", fit.weights_bytes, f"estimated {weights.partition(': ')[2]}" if weights else ""),
+            ("KV cache", fit.kv_bytes, "of this workload")]  # fmt: skip
+    rows += [(part.name, part.bytes, ("estimated: " if part.estimated else "") + part.rule) for part in fit.parts]
+    rows.append(
+        ("headroom", fit.headroom_bytes, "for more tokens or requests" if fit.headroom_bytes >= 0 else "missing")
+    )
+    out = []
+    spare = iter(_OVERHEAD)
+    letters = iter("agrstuv")
+    for index, (name, size, rule) in enumerate(rows):
+        style = _STYLES.get(name) or next(spare, "magenta")
+        if unicode_output():
+            mark = "░" if name in ("left free", "headroom") else _MARKS[index % 3]
+        else:
+            mark = _LETTERS.get(name) or next(letters, "o")
+        out.append((name, size, style, mark, rule))
+    return out
+
+
+def _bar(parts: list[tuple[str, int, str, str, str]], fit: Fit, width: int) -> Text:
+    """The device's memory from end to end; what does not fit goes on behind a mark."""
+    total = max(fit.device_bytes, sum(size for _, size, _, _, _ in parts if size > 0))
+    text = Text()
+    done = cells = 0
+    for _, size, style, mark, _ in parts:
+        if size <= 0:
+            continue
+        done += size
+        upto = max(round(width * done / total), cells + 1)
+        text.append(mark * (upto - cells), style=style)
+        cells = upto
+    if total > fit.device_bytes:
+        edge = max(1, round(width * fit.device_bytes / total))
+        text = Text.assemble(text[:edge], ("│" if unicode_output() else "|", "bold red"), text[edge + 1 :])
+    return text[:width]
+
+
+def _list(screen: Screen, rows: list[Row]) -> None:
+    widths = [max(len(row[0][column]) for row in rows) for column in range(4)]
+    for cells, tail, style in rows:
+        mark, name, size, share = cells
+        text = Text.assemble((mark, style), " ", name.ljust(widths[1]), "  ", (size.rjust(widths[2]), "bold"), "  ",
+                             share.rjust(widths[3]), "  ")  # fmt: skip
+        indent = text.cell_len
+        if tail is not None:
+            text.append_text(tail)
+        text.rstrip()
+        screen.line(text, indent=indent)
+
+
+def _more(result: SizeResult, fit: Fit) -> list[tuple[str, str]]:
+    """How much more would fit, and what to change."""
+    rows = []
+    each = "" if result.sequences == 1 else f" in each of {result.sequences:,} requests"
+    if fit.max_context is None:
+        rows.append(("longest context", "any: nothing of the cache grows with it"))
+    else:
+        limit = result.model.max_context
+        own = f"; the model's own maximum is {limit:,}" if limit and fit.max_context > limit else ""
+        rows.append(
+            ("longest context", f"{plural(fit.max_context, 'token')}{each}{own}" if fit.max_context else "none")
+        )
+    rows.append(("requests at once", f"{fit.max_concurrency:,} of {result.context:,} tokens"))
+    if fit.capacity_tokens is not None:
+        rows.append(
+            (
+                "memory for cache",
+                f"{format_bytes(fit.kv_budget_bytes)} on the rank that decides, {fit.capacity_tokens:,} tokens",
+            )
+        )
+    for index, words in enumerate(fit.advice):
+        rows.append(("it fits with" if not index else "or", words))
+    if not fit.fits and not fit.advice:
+        rows.append(("it fits with", "nothing that was tried: a smaller format, fewer tokens, up to 16 such GPUs"))
+    return rows
