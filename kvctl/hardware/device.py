@@ -30,7 +30,7 @@ class GpuFacts(Record):
     metal: bool
     memory_options_gb: tuple[int, ...]
     dies: int  # devices that one card shows
-    cuda_sightings_mib: tuple[int, ...]  # total memory that CUDA applications printed, ascending
+    cuda_sightings: tuple[tuple[int, str], ...]  # MiB in all that applications printed on Linux, ascending; where
     sources: tuple[tuple[str, str], ...]  # field → where it comes from
     note: str | None
 
@@ -42,8 +42,8 @@ class GpuFacts(Record):
     @property
     def cuda_mib(self) -> int | None:
         """The middle of the sightings: drivers differ by some tens of MiB."""
-        seen = self.cuda_sightings_mib
-        return seen[(len(seen) - 1) // 2] if seen else None
+        seen = self.cuda_sightings
+        return seen[(len(seen) - 1) // 2][0] if seen else None
 
 
 class Device(Record):
@@ -85,14 +85,17 @@ class Device(Record):
         facts = self.facts
         if self.cuda_total_bytes is not None:
             return self.cuda_total_bytes, False
+        # Applications see all of a MIG slice: NVML and torch both say 4,864 MiB of an A100's 1g.5gb.
+        if self.kind == "cpu" or self.mig:
+            return self.memory_bytes, False
         if facts is not None and facts.metal:
             return usable_by_metal(self.memory_bytes), True
-        if facts is not None and facts.cuda_mib and self.memory_bytes == facts.device_mib * MIB and not self.mig:
-            return facts.cuda_mib * MIB, False
         if self.reserved_bytes is not None and not self.unified:
             return self.memory_bytes - self.reserved_bytes, False
-        if self.kind == "cpu" or self.unified or (facts is not None and facts.vendor != "NVIDIA"):
-            return self.memory_bytes, self.kind != "cpu"
+        if facts is not None and facts.cuda_mib and self.memory_bytes == facts.device_mib * MIB:
+            return facts.cuda_mib * MIB, False
+        if self.unified or (facts is not None and facts.vendor != "NVIDIA"):
+            return self.memory_bytes, True
         return estimated_cuda_bytes(self.memory_bytes), True
 
 
@@ -102,5 +105,8 @@ def usable_by_metal(memory_bytes: int) -> int:
 
 
 def estimated_cuda_bytes(memory_bytes: int) -> int:
-    """What CUDA shows of NVML's total."""
-    return memory_bytes
+    """What applications see of NVML's total: all but 384 MiB and a four-hundredth.
+
+    Fitted on the 35 cards of the table whose both totals are known: 105 MiB off on average, 470 at most.
+    """
+    return max(memory_bytes - 384 * MIB - memory_bytes // 400, 0)
