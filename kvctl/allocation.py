@@ -44,6 +44,12 @@ class Serving(Record):
     gdn_prefill_backend: str | None = None
     block_size: int | None = None
     max_batched: int | None = None
+    chunked_prefill: bool | None = None
+    """Whether a prompt may be computed in parts."""
+    enforce_eager: bool = False
+    """Whether no CUDA graphs are captured."""
+    capture_sizes: tuple[int, ...] | None = None
+    """Batch sizes that CUDA graphs are captured for."""
     prefix_caching: bool | None = None
     hybrid_disabled: bool | None = None
     """Whether windows are stored in full; None leaves it to the engine."""
