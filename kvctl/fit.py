@@ -212,8 +212,10 @@ class Room:
 
     def _rank(self, device: Device, weights: int, context: int, sequences: int) -> Rank:
         serving, total = self.laid.serving, device.cuda_bytes
+        if self.engine.rows and serving.cache_implementation != "paged":
+            context *= sequences  # prompts of a batch run through the model together
         free = total if device.free_bytes is None else min(device.free_bytes, total)
-        key = (device.name, total, free, weights, context, sequences)
+        key = (device.name, total, free, weights, context)
         if key in self._rank_of:
             return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
         memory = self.engine.memory
@@ -223,14 +225,14 @@ class Room:
         elif memory is not None:
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
-                version=self.engine.version, context=context, sequences=sequences,
+                version=self.engine.version, context=context,
             )  # fmt: skip
         if serving.kv_budget is not None:
             budget = serving.kv_budget
         elif memory is not None:
             budget = memory.kv_budget(
-                self.spec, serving, device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts,
-                version=self.engine.version,
+                device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts, serving=serving,
+                version=self.engine.version, spec=self.spec,
             )  # fmt: skip
         else:
             budget = free - weights - sum(part.bytes for part in parts)
@@ -242,7 +244,7 @@ class Room:
         ranks = self.ranks(context, sequences)
         each = -(-sequences // self.laid.replicas)
         budget, poorest = self._budget(ranks, context, each)
-        told = self.laid.serving.replace(kv_budget=budget) if budget > 0 else self.laid.serving.replace(kv_budget=None)
+        told = self._started(context).replace(kv_budget=budget if budget > 0 else None)
         need, allocation = self.held(context, each, told)
         if self.shares:
             kv = tuple(-(-need * share.numerator // share.denominator) for share in self.shares)
@@ -253,6 +255,17 @@ class Room:
             kv = (need,) * len(ranks)
         why = self._refusal(ranks, budget, poorest, need, each, allocation, context)
         return Load(ranks, poorest, budget, kv, allocation, not why, why)
+
+    def _started(self, context: int) -> Serving:
+        """The engine's options, with what it chooses for the first device."""
+        choose, device = getattr(self.engine.memory, "started", None), self.laid.devices[0]
+        if choose is None:
+            return self.laid.serving
+        started: Serving = choose(
+            self.spec, self.laid.serving, device_bytes=device.cuda_bytes, gpu_name=device.name,
+            version=self.engine.version, context=context,
+        )  # fmt: skip
+        return started
 
     def _budget(self, ranks: tuple[Rank, ...], context: int, sequences: int) -> tuple[int, int]:
         """The memory for the cache that all ranks together allow, and the rank that allows least."""
@@ -268,7 +281,7 @@ class Room:
         poorest = min(range(len(ranks)), key=lambda index: budgets[index])
         if min(budgets) == max(budgets) or min(budgets) <= 0:
             return budgets[poorest], poorest
-        _, allocation = self.held(context, sequences, self.laid.serving.replace(kv_budget=None))
+        _, allocation = self.held(context, sequences, self._started(context).replace(kv_budget=None))
         sizes = [row.bytes_per_block for row in allocation.per_rank] if allocation is not None else [0]
         if min(sizes) == max(sizes) or not min(sizes):
             return budgets[poorest], poorest
@@ -285,9 +298,8 @@ class Room:
         rank = ranks[poorest]
         free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
         where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
-        memory = self.engine.memory
-        if memory is not None and rank.device.free_bytes is not None:
-            refusal = memory.start_refusal(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
+        if rank.device.free_bytes is not None and (says := getattr(self.engine.memory, "start_refusal", None)):
+            refusal: str | None = says(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
             if refusal:
                 return refusal
         if rank.weights >= free:
@@ -311,9 +323,10 @@ class Room:
 
     def left_words(self, device: Device) -> str:
         """Why the engine leaves memory alone."""
-        memory = self.engine.memory
-        if memory is not None and self.laid.serving.kv_budget is None:
-            return memory.left(self.laid.serving, self.engine.version)
+        says = getattr(self.engine.memory, "left", None)
+        if says is not None and self.laid.serving.kv_budget is None:
+            words: str = says(self.laid.serving, self.engine.version)
+            return words
         return "nothing asks for it"
 
     # -- how much more ------------------------------------------------------------------------

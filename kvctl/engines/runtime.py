@@ -10,7 +10,7 @@ Sources, as others printed them:
 
 from __future__ import annotations
 
-from kvctl.engines.budget import Part
+from kvctl.allocation import Part
 from kvctl.units import format_bytes
 
 MIB = 2**20

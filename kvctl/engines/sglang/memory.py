@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvctl.allocation import Serving
-from kvctl.engines.budget import Part
+from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang.budget import rules_for
 from kvctl.engines.sglang.fraction import NEWEST, default_start, for_images

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvctl.allocation import Serving
-from kvctl.engines.budget import Part
+from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
 from kvctl.engines.tensorrt_llm.settings import rules_for
 from kvctl.engines.widths import Widths, widths
@@ -71,3 +70,8 @@ def kv_budget(
     if not 0 < share <= 1:
         raise UsageError(f"free_gpu_memory_fraction {share:g} is out of range", hint="above 0, at most 1")
     return int((free_bytes - weights_bytes - sum(part.bytes for part in parts)) * share)
+
+
+def left(serving: Serving, version: str | None) -> str:
+    """Why the engine leaves some of the memory alone."""
+    return f"free_gpu_memory_fraction {0.9 if serving.utilization is None else serving.utilization:g} leaves it alone"

@@ -18,15 +18,16 @@ The coefficients (`HELD`, `KEPT`, `FIXED`, `GRAPH`, `RUNTIME`) and their errors 
 
 from __future__ import annotations
 
-from kvctl.allocation import Serving
-from kvctl.engines.budget import Part
+from collections.abc import Sequence
+
+from kvctl.allocation import Part, Serving
 from kvctl.engines.vllm.rules import minor_of, rules_for
 from kvctl.engines.vllm.shape import Shape, shape_of
-from kvctl.engines.vllm.start import Start, defaults, requested, start_refusal
+from kvctl.engines.vllm.start import Start, defaults, requested, start_refusal, utilization
 from kvctl.spec import ModelSpec
 from kvctl.units import MIB, format_bytes
 
-__all__ = ["overheads", "requested", "start_refusal"]
+__all__ = ["kv_budget", "left", "overheads", "requested", "start_refusal", "started"]
 
 HELD = 4.3
 """Tensors as wide as the hidden state that live while a layer runs."""
@@ -160,3 +161,32 @@ def _runtime(serving: Serving, minor: tuple[int, int]) -> Part:
         True,
         "what kernels take outside of torch" + (f", and the exchange between {ranks} ranks" if ranks > 1 else ""),
     )
+
+
+def kv_budget(
+    *,
+    device_bytes: int,
+    free_bytes: int,
+    weights_bytes: int,
+    parts: Sequence[Part],
+    serving: Serving,
+    version: str | None,
+    spec: ModelSpec,
+) -> int:
+    """Bytes for the cache on one rank: what the engine asks for, less all that the start takes."""
+    return requested(device_bytes, serving, version) - weights_bytes - sum(part.bytes for part in parts)
+
+
+def left(serving: Serving, version: str | None) -> str:
+    """Why the engine leaves some of the memory alone."""
+    return f"--gpu-memory-utilization {utilization(serving, version):g} leaves it alone"
+
+
+def started(
+    spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None, version: str | None, context: int
+) -> Serving:
+    """The options with the batch that the engine takes on such a GPU: windows hold what is in flight."""
+    if serving.max_batched is not None:
+        return serving
+    start = defaults(version, device_bytes, gpu_name, serving=serving, context=context, spec=spec)
+    return serving.replace(max_batched=start.batched)

@@ -12,7 +12,25 @@ from kvctl.record import Record
 from kvctl.spec import ConvState, LatentAttention, ModelSpec, RecurrentState
 
 _PLAIN = frozenset(
-    ["gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "nemotron", "nemotron_h", "codegen", "biogpt", "arcee", "whisper"]
+    [
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "opt",
+        "bloom",
+        "falcon",
+        "mpt",
+        "phi",
+        "starcoder2",
+        "nemotron",
+        "nemotron_h",
+        "codegen",
+        "biogpt",
+        "arcee",
+        "whisper",
+    ]
 )
 """Model types whose feed-forward parts have no gate."""
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
