@@ -202,6 +202,7 @@ class Room:
             guesses,
         )
         self._rank_of: dict[tuple[Any, ...], Rank] = {}
+        self._longest: dict[int, int | None] = {}
 
     def ranks(self, context: int, sequences: int) -> tuple[Rank, ...]:
         """Every rank's memory for requests of at most `context` tokens."""
@@ -331,11 +332,16 @@ class Room:
 
     # -- how much more ------------------------------------------------------------------------
 
-    def longest(self, sequences: int, guess: int) -> int | None:
-        """Most tokens in each of `sequences` requests, 0 where none fit; None where the length makes no difference."""
-        if self._fits(MAX_TOKENS, sequences):
-            return None
-        return largest(lambda tokens: self._fits(tokens, sequences), guess, MAX_TOKENS)
+    def longest(self, sequences: int, guess: int, block: int) -> int | None:
+        """Most tokens in each of `sequences` requests, 0 where none fit; None where the length makes no difference.
+
+        `guess` and `block` (tokens that are allocated together) make the search short.
+        """
+        if sequences not in self._longest:
+            unbounded = self._fits(MAX_TOKENS, sequences)
+            found = None if unbounded else largest(lambda n: self._fits(n, sequences), guess, MAX_TOKENS, block)
+            self._longest[sequences] = found
+        return self._longest[sequences]
 
     def most(self, context: int, load: Load) -> int:
         """Most requests of `context` tokens at once."""
@@ -351,25 +357,27 @@ class Room:
             return False  # a length or a number that the engine refuses
 
 
-def largest(holds: Callable[[int], bool], guess: int, most: int) -> int:
+def largest(holds: Callable[[int], bool], guess: int, most: int, block: int = 1) -> int:
     """The largest number from 1 to `most` that holds, 0 where none does; what holds for one holds for all below.
 
-    Looks near the guess first, for a check takes a plan of the engine.
+    Looks near the guess first, and at multiples of a block: a check takes a plan of the engine.
     """
-    guess = min(max(guess, 1), most)
-    step = 1
+    step = max(block, 1)
+    guess = min(max(guess // step * step, 1), most)
     if holds(guess):
-        low, high = guess, guess + 1
+        low, high = guess, guess // step * step + step
         while high <= most and holds(high):
             low, step = high, 2 * step
             high += step
         high = min(high, most + 1)
     else:
-        high, low = guess, guess - 1
+        high, low = guess, guess - step
         while low >= 1 and not holds(low):
             high, step = low, 2 * step
             low -= step
         low = max(low, 0)
+    if high - low > 1 and not holds(low + 1):
+        return low  # one more token would be one more block
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -394,7 +402,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
     if left > others:
         parts.append(Part("left free", left - others, False, room.left_words(rank.device)))
     overhead = sum(part.bytes for part in parts)
-    longest = room.longest(sequences, guess)
+    longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
     return Fit(
         fits=load.fits,
         why=load.why,
