@@ -203,18 +203,19 @@ class Room:
         )
         self._rank_of: dict[tuple[Any, ...], Rank] = {}
         self._longest: dict[int, int | None] = {}
+        self._loads: dict[tuple[int, int], Load | None] = {}
 
     def ranks(self, context: int, sequences: int) -> tuple[Rank, ...]:
         """Every rank's memory for requests of at most `context` tokens."""
+        if self.engine.rows and self.laid.serving.cache_implementation != "paged":
+            context *= sequences  # prompts of a batch run through the model together
         return tuple(
-            self._rank(device, self.weights[index % len(self.weights)], context, sequences)
+            self._rank(device, self.weights[index % len(self.weights)], context)
             for index, device in enumerate(self.laid.devices)
         )
 
-    def _rank(self, device: Device, weights: int, context: int, sequences: int) -> Rank:
+    def _rank(self, device: Device, weights: int, context: int) -> Rank:
         serving, total = self.laid.serving, device.cuda_bytes
-        if self.engine.rows and serving.cache_implementation != "paged":
-            context *= sequences  # prompts of a batch run through the model together
         free = total if device.free_bytes is None else min(device.free_bytes, total)
         key = (device.name, total, free, weights, context)
         if key in self._rank_of:
@@ -338,10 +339,30 @@ class Room:
         `guess` and `block` (tokens that are allocated together) make the search short.
         """
         if sequences not in self._longest:
-            unbounded = self._fits(MAX_TOKENS, sequences)
-            found = None if unbounded else largest(lambda n: self._fits(n, sequences), guess, MAX_TOKENS, block)
+            found = None
+            if not self._fits(MAX_TOKENS, sequences):
+                guess = self._line(sequences, min(max(guess, 1), MAX_TOKENS), block)
+                found = largest(lambda tokens: self._fits(tokens, sequences), guess, MAX_TOKENS, block)
             self._longest[sequences] = found
         return self._longest[sequences]
+
+    def _line(self, sequences: int, guess: int, block: int) -> int:
+        """A better guess at the longest context: long contexts take memory along a line."""
+        points = [point for tokens in (guess, 2 * guess) if (point := self._point(tokens, sequences))]
+        for _ in range(4):
+            if len(points) < 2 or points[-1][1] == points[-2][1]:
+                break
+            (x0, y0, _), (x1, y1, budget) = points[-2:]
+            guess = min(max(x1 + (budget - y1) * (x1 - x0) // (y1 - y0), 1), MAX_TOKENS)
+            if abs(guess - x1) <= block or (point := self._point(guess, sequences)) is None:
+                break
+            points.append(point)
+        return guess
+
+    def _point(self, tokens: int, sequences: int) -> tuple[int, int, int] | None:
+        """Tokens, bytes of the cache on the rank that decides, and what it has for them."""
+        load = self._load(tokens, sequences)
+        return (tokens, load.kv[load.bottleneck], load.ranks[load.bottleneck].budget) if load is not None else None
 
     def most(self, context: int, load: Load) -> int:
         """Most requests of `context` tokens at once."""
@@ -351,10 +372,18 @@ class Room:
         return largest(lambda count: self._fits(context, count), 1, MOST_REQUESTS)
 
     def _fits(self, context: int, sequences: int) -> bool:
-        try:
-            return self.load(context, sequences).fits
-        except KvctlError:
-            return False  # a length or a number that the engine refuses
+        load = self._load(context, sequences)
+        return load is not None and load.fits
+
+    def _load(self, context: int, sequences: int) -> Load | None:
+        """None for a length or a number that the engine refuses."""
+        key = context, sequences
+        if key not in self._loads:
+            try:
+                self._loads[key] = self.load(context, sequences)
+            except KvctlError:
+                self._loads[key] = None
+        return self._loads[key]
 
 
 def largest(holds: Callable[[int], bool], guess: int, most: int, block: int = 1) -> int:
