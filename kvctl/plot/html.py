@@ -32,8 +32,6 @@ def html(chart: Chart) -> str:
     if chart.limits:
         body.append(_fits(chart))
     body.append(_sizes(chart))
-    if chart.note:
-        body.append(f"<p><small>{escape(chart.note)}</small></p>")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -188,8 +188,8 @@ class _Layout:
             label = Label((0, 0), words, kind="limit-label", title=limit.name)
             if limit.bytes > self.y.high:
                 # Outside, and said so; several stand under one another.
-                spots = [(self.left + 8, self.top + 14 + _LINE * row) for row in range(len(self.chart.limits))]
-                self._place(label.replace(text=f"↑ {words}, above this picture"), spots)
+                spots = [(self.left + 8, self.top + 14.0 + _LINE * row) for row in range(len(self.chart.limits))]
+                self._place(label.replace(text=f"↑ {words}, above this picture"), spots, must=True)
                 continue
             _, y = self.at(self.x.low, limit.bytes)
             ends = ((self.left, y), (self.right, y))
@@ -197,22 +197,21 @@ class _Layout:
             # Left first: there the curves are low. Lines close to each other take turns.
             across = [self.left + 8 + share * (self.right - self.left) for share in (0, 0.25, 0.5, 0.75)]
             sides = [side for side in (y - 6, y + 15) if side < self.bottom - 2]
-            if not self._place(label, [(x, side) for x in across for side in sides]):
-                # Better on top of something than not there.
-                self.labels.append(label.replace(at=(self.left + 8, y - 6)))
+            last = (self.left + 8, y - 6)
+            self._place(label, [*((x, side) for x in across for side in sides), last], must=True)
 
-    def _place(self, label: Label, spots: Sequence[Point]) -> bool:
-        """Put a text where nothing is yet, at the first of some spots."""
+    def _place(self, label: Label, spots: Sequence[Point], *, must: bool = False) -> None:
+        """Put a text at the first of some spots where nothing is; else nowhere, or if it must, at the last."""
         width = text_width(label.text, label.size)
-        for x, y in spots:
+        for number, (x, y) in enumerate(spots, 1):
             start = x - width if label.anchor == "end" else x
             box = (start - 4, y - label.size, start + width + 4, y + 4)
-            free = all(box[0] > b[2] or box[2] < b[0] or box[1] > b[3] or box[3] < b[1] for b in self.taken)
-            if free and start >= self.left and start + width <= self.right and box[1] >= self.top - 12:
+            free = all(box[0] >= b[2] or box[2] <= b[0] or box[1] >= b[3] or box[3] <= b[1] for b in self.taken)
+            inside = start >= self.left and start + width <= self.right and box[1] >= self.top - 12
+            if (free and inside) or (must and number == len(spots)):
                 self.taken.append(box)
                 self.labels.append(label.replace(at=(x, y)))
-                return True
-        return False
+                return
 
     def _curves(self) -> None:
         dashes = {}

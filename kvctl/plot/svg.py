@@ -17,7 +17,9 @@ def svg(page: Page, *, name: str, alone: bool = True) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {page.width} {page.height}" width="{page.width}"'
         f' height="{page.height}" role="img" aria-label="{escape(name)}" font-family="{_FONT}">'
     )
-    parts += [f"<title>{escape(name)}</title>", f"<style>{_style()}</style>"]
+    if alone:
+        parts.append(f"<title>{escape(name)}</title>")
+    parts.append(f"<style>{_style()}</style>")
     parts.append(f'<rect class="f-background" width="100%" height="100%" fill="{LIGHT["background"]}"/>')
     parts += map(_line, page.lines)
     parts += map(_dot, page.dots)

@@ -16,7 +16,7 @@ _LETTERS = "ABCDEFGH"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a Braille cell by row and column (Unicode 1.1, U+2800)."""
 
-_FEWEST_COLUMNS, _FEWEST_ROWS, _READABLE_ROWS, _MOST_ROWS = 8, 6, 14, 24
+_FEWEST_COLUMNS, _FEWEST_ROWS, _READABLE_ROWS, _MOST_ROWS = 8, 6, 12, 24
 
 _NARROWEST = 20
 _FILLER = "\ue000"
@@ -58,7 +58,9 @@ class _Text:
     def wrapped(self, text: str, style: str, first: str = "", later: str = "") -> list[str]:
         """A text over as many lines as it takes; a number and its unit stay together."""
         text = _UNITS.sub("\N{NO-BREAK SPACE}", self.plain(text))
-        lines = textwrap.wrap(text, self.width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+        # A wide character may be cut from its filler, and then sticks out by one.
+        width = self.width - (_FILLER in text)
+        lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
         return [self.styled(line.replace("\N{NO-BREAK SPACE}", " "), style) for line in lines]
 
     def styled(self, text: str, style: str) -> str:
