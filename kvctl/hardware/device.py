@@ -23,6 +23,7 @@ class GpuFacts(Record):
     fp8_tflops: float | None
     int8_tops: float | None
     fp4_tflops: float | None
+    fp32_tflops: float | None
     shader_tflops: float | None  # of chips without published tensor rates
     compute_capability: str | None
     link_gbs: float | None  # NVLink or its like, both directions summed; 0 is none
