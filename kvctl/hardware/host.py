@@ -65,7 +65,7 @@ def _groups(root: Path, own: Path) -> list[_Group]:
     found: dict[Path, _Group] = {}
     limits: tuple[str, ...]
     for line in lines[:64]:
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if (number, controllers) == ("0", ""):
             top, limits, used = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
