@@ -168,7 +168,7 @@ def test_every_error_code_of_nvml(driver: Driver) -> None:
     """At the start one line; at one GPU of two a row with its reason, and the other GPU stays."""
     unknown = 4242
     every = [*codes(), unknown]
-    assert len(every) >= 32
+    assert {*range(1, 28), 999} <= set(every)
     good = H100.replace("\n0.", "\n1.")
     jobs = [job(f"error.init {code}\n") for code in every]
     jobs += [job(f"error.count {code}\n") for code in every]
