@@ -16,10 +16,10 @@ import statistics
 from typing import Any
 
 import pytest
-from conftest import DATA
+from conftest import DATA, measured_cases
 
 from kvctl.allocation import Serving
-from kvctl.engines.vllm.memory import GRAPH, overheads, requested, start_refusal
+from kvctl.engines.vllm.memory import GRAPH, overheads, requested, second_runner, start_refusal
 from kvctl.engines.vllm.shape import shape_of
 from kvctl.engines.vllm.start import Start, defaults
 from kvctl.errors import ConfigError, UsageError
@@ -70,6 +70,18 @@ def sizes(spec: ModelSpec, version: str, gib: float = 79.19, name: str = H100, c
 def test_batches_without_being_told(version: str, gib: float, name: str, batched: int, sequences: int) -> None:
     got = start(version, gib, name)
     assert (got.batched, got.sequences) == (batched, sequences)
+
+
+def test_starts_of_the_engines_own_code() -> None:
+    # vllm's get_batch_defaults, _set_default_max_num_seqs_and_batched_tokens_args and _set_cudagraph_sizes of 0.12
+    # to 0.33, run on GPUs that were made up: tokens, requests, and how many sizes are captured, the largest, their sum.
+    cases = measured_cases("vllm_starts.jsonl.gz")
+    assert len(cases) == 1500
+    for version, gib, name, tokens, requests, context, drafts, *expected in cases:
+        speculative = {"num_speculative_tokens": drafts} if drafts else None
+        got = start(version, gib, name, context, max_batched=tokens, max_sequences=requests, speculative=speculative)
+        graphs = got.graphs
+        assert [got.batched, got.sequences, len(graphs), max(graphs, default=0), sum(graphs)] == expected
 
 
 def test_a_batch_told_or_limited() -> None:
@@ -263,6 +275,17 @@ def test_eager_start_has_no_graphs() -> None:
         spec, Serving(), dtype_bytes=2, device_bytes=80 * GIB, gpu_name=H100, version="0.19", context=8192
     )[1]
     assert "beyond the engine's share" in beyond.rule
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("Qwen3-8B", 22), ("Llama-3.1-8B-Instruct", 23), ("Qwen2.5-7B-Instruct", 25), ("Qwen1.5-MoE-A2.7B", 24),
+     ("Qwen3-30B-A3B", 29), ("Qwen3-Next-80B-A3B-Instruct", 29), ("DeepSeek-V3", 29), ("Qwen3-8B-FP8", 24)],
+)  # fmt: skip
+def test_which_runner_runs_a_model(name: str, first: int) -> None:
+    # config/vllm.py of 0.20 to 0.33: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner.
+    shape = shape_of(model(name))
+    assert [second_runner(shape, (0, minor)) for minor in range(20, 34)] == [minor >= first for minor in range(20, 34)]
 
 
 def test_a_first_stage_does_not_sample() -> None:

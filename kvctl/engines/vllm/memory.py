@@ -131,13 +131,30 @@ def _sampling(shape: Shape, requests: int, size: int, start: Start, minor: tuple
     return (
         requests * vocabulary * each + row,
         f"logits of {requests:,} requests, {vocabulary:,} of {each} bytes each"
-        + (" (14 with FlashInfer)" if (0, 9) <= minor <= (0, 11) else ""),
+        + (f" ({size + _COPIES} with FlashInfer)" if (0, 9) <= minor <= (0, 11) else ""),
     )
+
+
+_SECOND_RUNNER = {
+    (0, 22): frozenset(("qwen3",)),
+    (0, 23): frozenset(("qwen3", "llama", "mistral")),
+    (0, 24): frozenset(("qwen3", "llama", "mistral", "deepseek_v2", "qwen2_moe", "granitemoe")),
+    (0, 25): frozenset(("deepseek_v2", "qwen2_moe", "granitemoe")),
+    (0, 26): frozenset(("deepseek_v2", "qwen2_moe", "granitemoe", "inkling_text")),
+    (0, 28): frozenset(("deepseek_v2", "qwen2_moe", "granitemoe", "inkling_text", "deepseek_v4")),
+}
+"""Models that the second model runner runs without being told; from 0.25 on all without experts or recurrent layers too,
+from 0.29 on every one (config/vllm.py, use_v2_model_runner)."""
 
 
 def second_runner(shape: Shape, minor: tuple[int, int]) -> bool:
     """Whether the second model runner runs a model without being told."""
-    return minor >= (0, 29) or (minor >= (0, 25) and not shape.chosen and not shape.recurrent)
+    if minor >= (0, 29):
+        return True
+    kinds = next((kinds for since, kinds in reversed(_SECOND_RUNNER.items()) if since <= minor), frozenset())
+    if minor >= (0, 25):
+        return shape.kind in kinds or not (shape.chosen or shape.recurrent)
+    return shape.kind in kinds and not (minor < (0, 24) and shape.quantized)
 
 
 def _layer(shape: Shape, tokens: int, ranks: int, size: int) -> int:

@@ -53,6 +53,8 @@ class Vision(Record):
 class Shape(Record):
     """What of a model's sizes its activations depend on."""
 
+    kind: str
+    """The language model's type."""
     layers: int
     hidden: int
     vocabulary: int
@@ -68,6 +70,7 @@ class Shape(Record):
     """Heads of latent attention, and how wide their keys (without rotation) and values are together."""
     latent_width: int = 0
     recurrent: bool = False
+    quantized: bool = False
     packed_experts: bool = False
     """Whether experts are stored in MXFP4, whose kernels take no workspace."""
     vision: Vision | None = None
@@ -90,6 +93,7 @@ def shape_of(spec: ModelSpec) -> Shape:
     latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
     heads = spec.attention_heads or 0
     return Shape(
+        kind=f.type,
         layers=len(spec.layers),
         hidden=spec.hidden_size,
         vocabulary=spec.vocab_size,
@@ -109,6 +113,7 @@ def shape_of(spec: ModelSpec) -> Shape:
         latent_heads=heads if latent else 0,
         latent_width=_first(f, ("qk_nope_head_dim",)) + _first(f, ("v_head_dim",)) if latent else 0,
         recurrent=any(isinstance(s, RecurrentState | ConvState) for layer, _ in spec.groups for s in layer.states),
+        quantized=bool(root.raw.get("quantization_config") or f.raw.get("quantization_config")),
         packed_experts=f.type == "gpt_oss",
         vision=_vision(root) if spec.takes_media and (root.type != f.type or "vision_config" in root.raw) else None,
     )
