@@ -23,7 +23,23 @@ _CUBLAS = 32 * MIB
 """cuBLAS's workspace, which torch makes at the first product: 32 MiB on Hopper, 8 MiB before."""
 
 _PLAIN = frozenset(
-    ["arcee", "bloom", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "persimmon", "phi", "starcoder2", "xglm"]
+    [
+        "arcee",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "opt",
+        "persimmon",
+        "phi",
+        "starcoder2",
+        "xglm",
+    ]
 )
 """One product into the feed-forward part, an activation, one out of it."""
 _FUSED = frozenset(["chatglm", "dbrx", "glm", "glm4", "phi3"])
