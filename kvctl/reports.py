@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvctl import __version__
 from kvctl.allocation import Allocation, Part
 from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from kvctl.replay import Replay
 
 
 class StateRow(Record):
@@ -187,6 +190,7 @@ class SizeResult(Record):
     warnings: tuple[str, ...] = ()
     allocation: Allocation | None = None
     fit: Fit | None = None
+    replay: Replay | None = None
 
     @property
     def weights_bytes(self) -> int | None:
@@ -227,6 +231,8 @@ class SizeResult(Record):
             out["allocation"] = self.allocation.to_dict()
         if self.fit is not None:
             out["fit"] = self.fit.to_dict()
+        if self.replay is not None:
+            out["replay"] = self.replay.to_dict()
         if self.per_layer is not None:
             out["per_layer"] = [row.to_dict() for row in self.per_layer]
         if self.formulas:

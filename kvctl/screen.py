@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from kvctl.reports import LayerRow, SizeReport, SizeResult
-from kvctl.screen_lines import Row, Screen, bar, share_words
+from kvctl.screen_lines import Row, Screen, bar
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
     capacity_words,
@@ -26,6 +26,7 @@ from kvctl.words import (
     rank_words,
     reserved_words,
     scheme_words,
+    share_words,
     title_words,
 )
 
@@ -58,9 +59,9 @@ def print_size(report: SizeReport) -> None:
     if len({result.engine for result in report.results}) > 1 or report.refused:
         _engines(screen, report.results)
         return
-    groups: dict[tuple[str, str], dict[int, SizeResult]] = {}
+    groups: dict[Key, dict[int, SizeResult]] = {}
     for result in report.results:
-        groups.setdefault((result.model.id, result.model.location), {})[result.context] = result
+        groups.setdefault(_key(result), {})[result.context] = result
     largest = [max(group.values(), key=lambda result: result.context) for group in groups.values()]
     if len(groups) > 1:
         _comparison(screen, [list(group.values()) for group in groups.values()])
@@ -79,6 +80,10 @@ def print_size(report: SizeReport) -> None:
         else:
             _one(screen, largest[0])
     for result in largest:
+        if result.replay is not None:
+            from kvctl.screen_replay import print_replay
+
+            print_replay(screen, result)
         _layer_list(screen, result)
         _formulas(screen, result)
 
@@ -311,7 +316,7 @@ def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
     """Engines side by side: a table for every model and context, and why they differ."""
     questions: dict[tuple[str, str, int], list[SizeResult]] = {}
     for result in results:
-        questions.setdefault((*_key(result), result.context), []).append(result)
+        questions.setdefault((*_key(result)[:2], result.context), []).append(result)
     for number, answers in enumerate(questions.values()):
         if number:
             screen.line()
@@ -346,19 +351,24 @@ def _weights(result: SizeResult) -> str:
     return "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes)
 
 
-def _key(result: SizeResult) -> tuple[str, str]:
-    return result.model.id, result.model.location
+Key = tuple[str, str, str]
+"""Id, place and cache format: what a group of contexts has in common."""
 
 
-def _display_names(results: Sequence[SizeResult]) -> dict[tuple[str, str], str]:
+def _key(result: SizeResult) -> Key:
+    return result.model.id, result.model.location, format_words(result)
+
+
+def _display_names(results: Sequence[SizeResult]) -> dict[Key, str]:
     """Names without organisation, or as much more as it takes to tell them apart."""
     keys = list(dict.fromkeys(_key(result) for result in results))
+    formats = len({key[2] for key in keys}) > 1
     for name in (
         lambda key: key[0].rpartition("/")[2] or key[0],
         lambda key: key[0],
         lambda key: f"{key[0]} ({key[1]})",
     ):
-        names = {key: one_line(name(key)) for key in keys}
+        names = {key: one_line(name(key)) + (f" {key[2]}" if formats else "") for key in keys}
         if len(set(names.values())) == len(keys):
             break
     return names

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 
 from kvctl.reports import Fit, SizeResult
-from kvctl.screen_lines import Row, Screen, share_words
+from kvctl.screen_lines import Row, Screen
 from kvctl.units import format_bytes, plural
-from kvctl.words import device_words, one_line, signed_bytes, unicode_output, verdict_words
+from kvctl.words import device_words, one_line, share_words, signed_bytes, unicode_output, verdict_words
 
 _STYLES = {"weights": "blue", "KV cache": "cyan", "headroom": "green", "left free": "bright_black",
            "other processes": "red"}  # fmt: skip

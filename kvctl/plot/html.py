@@ -19,10 +19,10 @@ svg{max-width:100%;height:auto;display:block}
 table{border-collapse:collapse;margin:1.25rem 0;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding-bottom:.4rem}
 th,td{padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--rule);text-align:right;vertical-align:top}
-th{font-weight:600;overflow-wrap:anywhere}
-tr>:first-child{text-align:left;white-space:nowrap}
+th{font-weight:600;overflow-wrap:anywhere;min-width:7em}
+tr>:first-child{text-align:left}
 small{display:block;color:var(--muted)}
-@media print{body{margin:0;max-width:none}thead{display:table-header-group}tr,svg{break-inside:avoid}}
+@media print{body{margin:0;max-width:none;font-size:10px}.scroll{overflow:visible}thead{display:table-header-group}tr,svg{break-inside:avoid}}
 """
 
 

@@ -71,7 +71,9 @@ def add_paged(
     elif since < 0:
         internal = unused * waited
     if grown:
-        blocks += grown * whole * (1 - count) + count * (_ceilings(length + last, block) - _ceilings(length + first, block))
+        blocks += grown * whole * (1 - count) + count * (
+            _ceilings(length + last, block) - _ceilings(length + first, block)
+        )
         stored += grown * length + count * (last * (last + 1) - first * (first + 1)) // 2
         duplicates += grown * (count - 1) * rest
         internal += count * unused * max(0, last - max(first, since))
