@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Held = Callable[[int, int, Serving], tuple[int, Allocation | None]]
 """(tokens, sequences, how the engine is started) to bytes that a rank holds, and the engine's plan where it has one."""
 
-MOST_REQUESTS = 2**20
+MOST_REQUESTS = 2**31
 
 
 class Hardware(Record):
