@@ -442,6 +442,9 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         parts.append(Part("other processes", others, False, f"{others:,} bytes are held by other processes"))
     if left > others:
         parts.append(Part("left free", left - others, False, room.left_words(rank.device)))
+    if left < 0 and pool and rank.budget > kv:
+        # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
+        parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))
     overhead = sum(part.bytes for part in parts)
     longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
     return Fit(

@@ -23,7 +23,8 @@ def local_gpus(pick: str | None = None) -> tuple[Device, ...]:
     usable = [device for device in chosen if device.unreadable is None]
     for device in chosen:
         if device.unreadable is not None:
-            told.append(f"GPU {device.index} left out: {device.unreadable}")
+            which = device.name if device.mig else f"GPU {device.index}"
+            told.append(f"{which} left out: {device.unreadable}")
             told += device.notes
     if not usable:
         raise NoGpuError(f"--gpu local: {'; '.join(told[:4]) or 'this machine has no NVIDIA GPU'}", hint=_NAME_IT)

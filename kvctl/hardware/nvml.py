@@ -229,7 +229,10 @@ def _pcie(nvml: Any, handle: Any) -> str | None:
 
 
 def _bus(info: Any) -> str | None:
-    return info.busId.decode("ascii", errors="replace").lower() if info is not None else None
+    try:
+        return str(info.busId).lower() if info is not None else None
+    except UnicodeDecodeError:
+        return None
 
 
 def _links(nvml: Any, handle: Any) -> list[str]:

@@ -59,6 +59,7 @@ def _card(row: dict[str, Any], legend: dict[str, str]) -> GpuFacts:
         fp8_tflops=row.get("fp8"),
         int8_tops=row.get("int8"),
         fp4_tflops=row.get("fp4"),
+        fp32_tflops=row.get("fp32"),
         shader_tflops=row.get("shader"),
         compute_capability=row.get("cc"),
         link_gbs=row.get("link"),

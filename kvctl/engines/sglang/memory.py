@@ -20,6 +20,7 @@ from kvctl.engines.sglang.budget import rules_for
 from kvctl.engines.sglang.fraction import NEWEST, default_start, for_images
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
+from kvctl.record import Record
 from kvctl.spec import LatentAttention, ModelSpec
 from kvctl.units import format_bytes
 
@@ -72,6 +73,41 @@ def kv_budget(
     share, _ = fraction(spec, serving, device_bytes, _release(version))
     images = sum(part.bytes for part in parts if part.name == "image embeddings")
     return before - weights_bytes - round(before * (1 - share)) - images
+
+
+class Shortage(Record):
+    """Which of SGLang's two ways to run out of memory it is; they ask for opposite changes of the fraction."""
+
+    when: str
+    """start: no cache is left beside the weights; run: a step's activations have no room."""
+    message: str
+    hint: str
+
+
+def shortage(
+    spec: ModelSpec, serving: Serving, *, before: int, weights_bytes: int, device_bytes: int, version: str | None
+) -> Shortage | None:
+    """What will go wrong with `before` bytes free when the weights are loaded, and what to do; None: nothing.
+
+    The smallest fraction that starts is 1 − free after weights / free before, as SGLang says in its error.
+    """
+    release = _release(version)
+    share, _ = fraction(spec, serving, device_bytes, release)
+    if weights_bytes >= before:
+        return Shortage("start", f"the weights take {format_bytes(weights_bytes)} of {format_bytes(before)} on each GPU",
+                        "no --mem-fraction-static helps: more GPUs, or smaller weights")  # fmt: skip
+    if before * share <= weights_bytes:
+        least = -(-1000 * weights_bytes // before) / 1000
+        return Shortage("start", f"the weights alone take {weights_bytes / before:.4f} of the memory, --mem-fraction-static is "
+                        f"{share:.3f}", f"raise --mem-fraction-static above {least:.3f}")  # fmt: skip
+    if serving.utilization is None:
+        return None
+    usual, _ = fraction(spec, serving.replace(utilization=None), device_bytes, release)
+    if share > usual + 0.005:
+        return Shortage("run", f"--mem-fraction-static {share:g} keeps {format_bytes(round(before * (1 - share)))} for activations "
+                        f"and CUDA graphs, SGLang's default {format_bytes(round(before * (1 - usual)))}",
+                        f"if a step runs out of memory, lower it to {usual:.3f}, or take smaller prefill chunks")  # fmt: skip
+    return None
 
 
 def fraction(spec: ModelSpec, serving: Serving, device_bytes: int, release: tuple[int, ...]) -> tuple[float, str]:

@@ -45,7 +45,9 @@ _FUSED = frozenset(["chatglm", "dbrx", "glm", "glm4", "phi3"])
 """Both products into it are one tensor."""
 _CHAINED = frozenset(("gpt2", "gpt-sw3"))
 """Activations that are many operations."""
-EAGER = frozenset(("gemma2", "gpt_oss"))
+EAGER = frozenset(
+    ["big_bird", "bigbird_pegasus", "bloom", "cpmant", "deepseek_v4", "flint", "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_loop_text", "inkling2_text", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "rembert", "roformer", "trocr", "vaultgemma", "xglm", "xlm", "xlnet"]
+)
 """Types whose classes have no SDPA, and build the scores of all heads."""
 
 
@@ -96,9 +98,11 @@ def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager:
     rope = 2 * dim * dtype_bytes + 16
     peak = tokens * (most * dtype_bytes + rope)
     if eager:
-        # Scores, scores with the mask, and their softmax in float32; the mask itself.
-        scores = tokens * tokens * (w.heads * (3 * dtype_bytes + 4) + dtype_bytes)
-        attended = tokens * ((3 * w.hidden + w.queries) * dtype_bytes + rope) + scores
+        # Scores, scores with the mask, and their softmax in float32; with sinks none of them is.
+        each = 3 * dtype_bytes + (0 if model_type == "gpt_oss" else 4)
+        scores = tokens * tokens * (w.heads * each + dtype_bytes)
+        # Keys and values are repeated for every query head.
+        attended = tokens * ((3 * w.hidden + 3 * w.queries) * dtype_bytes + rope) + scores
         if attended > peak:
             return attended, f"the scores of {w.heads} heads over {tokens:,} tokens"
     return peak, where
