@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Held = Callable[[int, int, Serving], tuple[int, Allocation | None]]
 """(tokens, sequences, how the engine is started) to bytes that a rank holds, and the engine's plan where it has one."""
 
-MOST_REQUESTS = 2**20
+MOST_REQUESTS = 2**31
 
 
 class Hardware(Record):
@@ -131,6 +131,9 @@ def room_for(
     if spec.provenance.source == "shape":
         weights: tuple[int, ...] = (0,)
         guesses.append("weights: a shape has none, nothing is counted for them")
+    elif (info is None or info.bytes is None) and serving.kv_budget is not None:
+        weights = (0,)  # the cache's own questions have an answer
+        guesses.append("weights: not known, nothing is counted for them")
     elif info is None or info.bytes is None:
         raise ConfigError(f"{spec.id}: how much its weights take is not known",
                           hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone")  # fmt: skip
@@ -173,6 +176,8 @@ class Load(Record):
     fits: bool
     why: str
     """What stands in the way, in words; empty where nothing does."""
+    admitted: bool
+    """Whether the engine takes so much with the memory it counts on: where that is told, whatever the device has."""
 
 
 class Room:
@@ -224,13 +229,16 @@ class Room:
         parts: tuple[Part, ...] = ()
         if self.hardware.overhead is not None:
             parts = (Part("overhead", self.hardware.overhead, False, "measured, as given"),)
-        elif memory is not None:
+        elif memory is not None and serving.device != "cpu":
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
                 version=self.engine.version, context=context,
             )  # fmt: skip
         if serving.kv_budget is not None:
             budget = serving.kv_budget
+        elif serving.device == "cpu":
+            raise ConfigError(f"how much memory {self.engine.name} leaves the cache on a CPU is not known",
+                              hint="--kv-budget says how much")  # fmt: skip
         elif memory is not None:
             budget = memory.kv_budget(
                 device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts, serving=serving,
@@ -255,13 +263,15 @@ class Room:
             kv = tuple(rows[index % len(rows)].reserved_bytes for index in range(len(ranks)))
         else:
             kv = (need,) * len(ranks)
-        why = self._refusal(ranks, budget, poorest, need, each, allocation, context)
-        return Load(ranks, poorest, budget, kv, allocation, not why, why)
+        short = _shortage(budget, need, each, allocation, context)
+        why = self._refusal(ranks, budget, poorest, allocation) or short
+        told_budget = self.laid.serving.kv_budget is not None
+        return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))
 
     def _started(self, context: int) -> Serving:
         """The engine's options, with what it chooses for the first device."""
         choose, device = getattr(self.engine.memory, "started", None), self.laid.devices[0]
-        if choose is None:
+        if choose is None or self.laid.serving.device == "cpu":
             return self.laid.serving
         started: Serving = choose(
             self.spec, self.laid.serving, device_bytes=device.cuda_bytes, gpu_name=device.name,
@@ -292,11 +302,8 @@ class Room:
         poorest = min(range(len(ranks)), key=lambda index: counts[index])
         return counts[poorest] * max(sizes), poorest
 
-    def _refusal(
-        self, ranks: tuple[Rank, ...], budget: int, poorest: int, need: int, sequences: int,
-        allocation: Allocation | None, context: int,
-    ) -> str:  # fmt: skip
-        """Why it does not fit; empty where it does."""
+    def _refusal(self, ranks: tuple[Rank, ...], budget: int, poorest: int, allocation: Allocation | None) -> str:
+        """Why the device has not the memory that the engine counts on; empty where it has."""
         rank = ranks[poorest]
         free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
         where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
@@ -313,14 +320,6 @@ class Room:
         if rank.taken + reserves > free:
             return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
                     f"{format_bytes(free)} of {where}")  # fmt: skip
-        if allocation is not None and allocation.held is not None:
-            if allocation.held == 0:
-                return f"the cache has {format_bytes(budget)}, too little for one request of {context:,} tokens"
-            if allocation.held < sequences:
-                return (f"the cache has {format_bytes(budget)}: {plural(allocation.held, 'request')} of {context:,} tokens, "
-                        f"not {sequences:,}")  # fmt: skip
-        elif need > budget:
-            return f"the cache takes {format_bytes(need)}, and {format_bytes(budget)} are left for it"
         return ""
 
     def left_words(self, device: Device) -> str:
@@ -340,9 +339,9 @@ class Room:
         """
         if sequences not in self._longest:
             found = None
-            if not self._fits(MAX_TOKENS, sequences):
+            if not self._admits(MAX_TOKENS, sequences):
                 guess = self._line(sequences, min(max(guess, 1), MAX_TOKENS), block)
-                found = largest(lambda tokens: self._fits(tokens, sequences), guess, MAX_TOKENS, block)
+                found = largest(lambda tokens: self._admits(tokens, sequences), guess, MAX_TOKENS, block)
             self._longest[sequences] = found
         return self._longest[sequences]
 
@@ -367,13 +366,13 @@ class Room:
     def most(self, context: int, load: Load) -> int:
         """Most requests of `context` tokens at once."""
         if load.allocation is not None and load.allocation.held is not None:
-            started = load.budget > 0 and self._fits(context, 1)
+            started = load.budget > 0 and self._admits(context, 1)
             return load.allocation.held * self.laid.replicas if started else 0
-        return largest(lambda count: self._fits(context, count), 1, MOST_REQUESTS)
+        return largest(lambda count: self._admits(context, count), 1, MOST_REQUESTS)
 
-    def _fits(self, context: int, sequences: int) -> bool:
+    def _admits(self, context: int, sequences: int) -> bool:
         load = self._load(context, sequences)
-        return load is not None and load.fits
+        return load is not None and load.admitted
 
     def _load(self, context: int, sequences: int) -> Load | None:
         """None for a length or a number that the engine refuses."""
@@ -384,6 +383,19 @@ class Room:
             except KvctlError:
                 self._loads[key] = None
         return self._loads[key]
+
+
+def _shortage(budget: int, need: int, sequences: int, allocation: Allocation | None, context: int) -> str:
+    """Why the memory for the cache does not hold so many requests; empty where it does."""
+    if allocation is not None and allocation.held is not None:
+        if allocation.held == 0:
+            return f"the cache has {format_bytes(budget)}, too little for one request of {context:,} tokens"
+        if allocation.held < sequences:
+            return (f"the cache has {format_bytes(budget)}: {plural(allocation.held, 'request')} of {context:,} tokens, "
+                    f"not {sequences:,}")  # fmt: skip
+    elif need > budget:
+        return f"the cache takes {format_bytes(need)}, and {format_bytes(budget)} are left for it"
+    return ""
 
 
 def largest(holds: Callable[[int], bool], guess: int, most: int, block: int = 1) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from kvctl.errors import ExitCode, KvctlError, UsageError
 from kvctl.reports import SizeResult
@@ -57,7 +58,7 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
         if plan.engine.slots:
             raise UsageError(f"{plan.engine.name} holds {plural(result.fit.max_concurrency, 'request')} of {context:,} "
                              "tokens", hint=f"--parallel {result.fit.max_concurrency} counts so many slots")  # fmt: skip
-        return plan.replace(sequences=result.fit.max_concurrency)
+        return _on_device(spec, plan.replace(sequences=result.fit.max_concurrency), context)
     return _fewest(spec, plan, context, what)
 
 
@@ -70,7 +71,21 @@ def _longest(spec: ModelSpec, plan: SizePlan) -> SizePlan:
         raise NoAnswer(f"no context fits: {_why(answer(asked, 1))}", hint=_hint(spec, plan, result))
     if longest is None:  # nothing of the cache grows
         longest = spec.max_context or contexts_for(spec, plan)[-1]
-    return plan.replace(contexts=(longest,))
+    return _on_device(spec, plan.replace(contexts=(longest,)), longest)
+
+
+def _on_device(spec: ModelSpec, plan: SizePlan, context: int) -> SizePlan:
+    """The plan; a budget that is told may hold it and be more than the device has.
+
+    Raises:
+        NoAnswer: it is.
+
+    """
+    if plan.serving.kv_budget is not None:
+        result = answer(prepare(spec, plan), context)
+        if result.fit is not None and not result.fit.fits:
+            raise NoAnswer(f"nothing fits: {_why(result)}", hint=_hint(spec, plan, result))
+    return plan
 
 
 def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePlan:
@@ -117,13 +132,14 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
     if fit is None or fit.fits:
         return ()
     out = []
+    tries = []
     if fit.max_context:
-        out.append(f"--ctx {fit.max_context}")
+        tries.append((f"--ctx {fit.max_context}", plan, fit.max_context))
     if fit.max_concurrency and fit.max_concurrency < plan.sequences:
-        out.append(f"--sequences {fit.max_concurrency}")
-    for words, changed in _changes(plan):
+        tries.append((f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context))
+    for words, changed, context in chain(tries, ((*change, result.context) for change in _changes(plan))):
         try:
-            tried = answer(prepare(spec, changed), result.context)
+            tried = answer(prepare(spec, changed), context)
         except KvctlError:
             continue
         if tried.fit is not None and tried.fit.fits:
