@@ -136,7 +136,9 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
     if fit.max_context:
         tries.append((f"--ctx {fit.max_context}", plan, fit.max_context))
     if fit.max_concurrency and fit.max_concurrency < plan.sequences:
-        tries.append((f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context))
+        tries.append(
+            (f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context)
+        )
     for words, changed, context in chain(tries, ((*change, result.context) for change in _changes(plan))):
         try:
             tried = answer(prepare(spec, changed), context)

@@ -213,6 +213,15 @@ def kv_budget(
     return free_bytes - weights_bytes - sum(part.bytes for part in parts)
 
 
+def _tied(spec: ModelSpec) -> bool:
+    from kvctl.families import text_fields
+    from kvctl.families.fields import Fields
+    from kvctl.parameters import tied
+
+    root = Fields(spec.config)
+    return tied(root, text_fields(root))
+
+
 class Place(Record):
     """What of the model lies on one device."""
 
@@ -228,9 +237,11 @@ def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Pl
     split = layer_split(len(spec.layers), free)
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
-    head = (spec.vocab_size or 0) * (spec.hidden_size or 0)
+    words = (spec.vocab_size or 0) * (spec.hidden_size or 0)
     parameters = spec.weights.parameters if spec.weights is not None else None
-    head = total * head // parameters if parameters else 0
+    head = weights_bytes * words // parameters if parameters else 0
+    if there is None and not _tied(spec):
+        total -= head  # embeddings stay in host memory
     owners = [any(not isinstance(state, Empty) for state in layer.states_in("llama.cpp")) for layer in spec.layers]
     out, first = [], split.on_cpu
     for device, count in enumerate(split.layers):
