@@ -9,12 +9,12 @@ class Areas:
     """Divided by the iterations of the whole replay these are the time-weighted means of the report."""
 
     __slots__ = (
-        "duplicates", "external", "internal", "reserved", "running", "saved", "slots", "stored", "waiting",
+        "duplicates", "external", "internal", "reserved", "running", "saved", "shared", "slots", "stored", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.slots = self.stored = self.reserved = self.internal = self.duplicates = self.external = 0
-        self.saved = self.running = self.waiting = 0
+        self.saved = self.shared = self.running = self.waiting = 0
 
     def add(self, slots: int, stored: int, duplicates: int, internal: int) -> None:
         """What is left of the slots is reserved: it was filled later."""

@@ -20,6 +20,7 @@ class Paged(Simulator):
         request, done = entry.request, entry.done
         need = blocks_at(request, done, self.block)
         if self.capacity is not None and self.held + need > self.capacity:
+            self.need = need
             return -1
         self.held += need
         self.bound += blocks_at(request, entry.steps, self.block)

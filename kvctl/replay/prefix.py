@@ -32,8 +32,6 @@ class PrefixSharing(Paged):
         super().__init__(setup)
         self._hash_tokens = 0
         self._tree = Tree(1)
-        self._in_tree = 0
-        """Blocks of the tree that are held."""
 
     def _keys(self, request: Request) -> tuple[Keys, int]:
         """Names of the units of the prompt, and the full blocks that have one."""
@@ -74,10 +72,12 @@ class PrefixSharing(Paged):
         need = blocks_at(request, done, block) - there
         free = None if self.capacity is None else self.capacity - self.held
         if free is not None and need > free:
+            self.need = need
             return -1
         gained = tree.unheld(found)
         need += gained
         if free is not None and need > free:
+            self.need = need
             return -1
         node = tree.hold(found)
         if kept > there:
@@ -85,12 +85,13 @@ class PrefixSharing(Paged):
         entry.place, entry.kept = (node, copied), kept
         new = kept - there
         self.cached -= gained
-        self._in_tree += gained + new
+        self.shared += gained + new
         self.held += need
         self.bound += gained + new + blocks_at(request, entry.steps, block) - kept
         self.stored += (gained + new - kept - copied) * block + request.input_length + request.sequences * done
         self.saved += spared(request, done, block) + kept - gained - new
-        self._make_room()
+        if self.cached:
+            self._make_room()
         return hit * block
 
     def release(self, entry: Running, done: int, last: int) -> None:
@@ -98,7 +99,7 @@ class PrefixSharing(Paged):
         node, copied = entry.place
         lost = self._tree.release(node)
         self.cached += lost
-        self._in_tree -= lost
+        self.shared -= lost
         self.held -= lost + blocks_at(request, done, block) - kept
         self.bound -= lost + blocks_at(request, entry.steps, block) - kept
         self.stored -= (lost - kept - copied) * block + request.input_length + request.sequences * done
@@ -110,9 +111,3 @@ class PrefixSharing(Paged):
         self._tree.evict(count)
         self.cached -= count
         self.evicted += count
-
-    def mark(self, span: int) -> None:
-        super().mark(span)
-        slots = self._in_tree * self.block * span
-        self.areas.slots += slots
-        self.areas.stored += slots

@@ -86,6 +86,8 @@ class Simulator:
         self.areas = Areas()
         self.saved = 0
         """Blocks that sharing saves now."""
+        self.shared = 0
+        """Units that are held and full, and not counted with the requests that hold them."""
         self.external = 0
         """Free units that are of no use to the head of the queue, which would fit into them in one piece."""
         self._marked = 0
@@ -96,6 +98,10 @@ class Simulator:
         self._starts: dict[int, list[Running]] = {}
         self._ends: dict[int, list[Running]] = {}
         self._blocked = False
+        self.need = 0
+        """Units that the head of the queue needs at least, known from when it did not fit.
+
+        While it waits nobody else is admitted, so that the cache only loses blocks and this does not shrink."""
         self._last_arrival = -1
         self._first: int | None = None
         self.requests = self.finished = self.rejected = self.preemptions = self.evicted = 0
@@ -111,7 +117,7 @@ class Simulator:
         raise NotImplementedError
 
     def admit(self, entry: Running) -> int:
-        """Take memory; tokens of it that need not be computed, or -1 where it does not fit now."""
+        """Take memory; tokens of it that need not be computed, or -1 where it does not fit now (then set `need`)."""
         raise NotImplementedError
 
     def begin(self, entry: Running) -> None:
@@ -161,34 +167,31 @@ class Simulator:
 
     @property
     def in_flight(self) -> int:
-        return len(self.queue) + len(self.resumed) + len(self.running)
+        return self.queue.count + len(self.resumed) + len(self.running)
 
     # Time goes by.
 
     def _next(self, before: int | None) -> bool:
         """The start of the next iteration in which something happens, if it comes before `before`."""
         times = self._times
-        time = times[0] if times else before
+        due = bool(times) and (before is None or times[0] < before)
+        time = times[0] if due else before
         if time is None:
             return False
-        if before is not None and before < time:
-            time = before
-        full = self._runs_out(time)
-        if full is not None:
-            self._turn(full)
-            return True
-        if not times or time != times[0] or time == before:
+        if self._takers and self.capacity is not None and self.bound > self.capacity:
+            full = self._runs_out(time, self.capacity)
+            if full is not None:
+                self._turn(full)
+                return True
+        if not due:
             return False
         while times and times[0] == time:
             heappop(times)
         self._turn(time)
         return True
 
-    def _runs_out(self, before: int) -> int | None:
+    def _runs_out(self, before: int, capacity: int) -> int | None:
         """The first iteration up to `before` (exclusive) whose growth the memory does not hold."""
-        capacity = self.capacity
-        if capacity is None or self.bound <= capacity or not self._takers:
-            return None
         steps = before - 1 - self.now
         if steps <= 0:
             return None
@@ -220,12 +223,13 @@ class Simulator:
         if steps > 0:
             if self._takers:
                 self.held += self._growth(steps)
-                self._make_room()
+                if self.cached:
+                    self._make_room()
             self.stored += self._writers * steps
             self.now = until
 
     def _make_room(self) -> None:
-        if self.cached and self.capacity is not None:
+        if self.capacity is not None:
             over = self.held + self.cached - self.capacity
             if over > 0:
                 self.evict(over)
@@ -239,42 +243,47 @@ class Simulator:
             self.peak = (held, self.stored)
         if self.stored > self.peak_stored:
             self.peak_stored = self.stored
-        self.mark(time - self._marked)
+        span = time - self._marked
+        areas = self.areas
+        areas.saved += self.saved * span
+        areas.external += self.external * span
+        areas.shared += self.shared * span
         self._marked = self.now = time
-        for entry in self._ends.pop(time, ()):
-            if entry.live:
-                self._leave(entry, entry.steps, entry.steps)
-                self.finished += 1
-                self.end = time
-                self._blocked = False
-        for entry in self._starts.pop(time, ()):
-            if entry.live:
-                self._begin(entry)
+        if time in self._ends:
+            for entry in self._ends.pop(time):
+                if entry.live:
+                    self._leave(entry, entry.steps, entry.steps)
+                    self.finished += 1
+                    self.end = time
+                    self._blocked = False
+        if time in self._starts:
+            for entry in self._starts.pop(time):
+                if entry.live:
+                    self._begin(entry)
         self.held += self._phases[time % self.block]
         self.stored += self._writers
         if self.capacity is not None and self.held > self.capacity:
             self._preempt()
-        self._make_room()
+        if self.cached:
+            self._make_room()
         if not self._blocked:
             self.external = 0
-            while (self.queue or self.resumed) and self._admit_head():
+            while (self.resumed or self.queue.count) and self._admit_head():
                 pass
         if self.cached > self.peak_cached:
             self.peak_cached = self.cached
         if len(self.running) > self.peak_running:
             self.peak_running = len(self.running)
-        waiting = len(self.queue) + len(self.resumed)
+        waiting = self.queue.count + len(self.resumed)
         if waiting > self.peak_queue:
             self.peak_queue = waiting
         if self.saved > self.peak_saved:
             self.peak_saved = self.saved
 
-    def mark(self, span: int) -> None:
-        """Count what stayed as it is for `span` iterations."""
-        self.areas.saved += self.saved * span
-        self.areas.external += self.external * span
-
     def _admit_head(self) -> bool:
+        if self.need and self.capacity is not None and self.held + self.need > self.capacity:
+            self._blocked = True
+            return False
         again = bool(self.resumed)
         request, at, done = self.resumed[0] if again else self.queue.first()
         most = self.setup.max_sequences
@@ -286,6 +295,7 @@ class Simulator:
         if hit < 0:
             self._blocked = True
             return False
+        self.need = 0
         compute = request.input_length + request.sequences * done - hit
         if again:
             self.resumed.popleft()
@@ -350,4 +360,7 @@ class Simulator:
             done = entry.done + max(past + 1, 0)
             self._leave(entry, done, entry.done + max(past, 0))
             self.preemptions += 1
+            # It may fit again at once: where it had a copy of a block that others hold, it now finds that block.
+            self._blocked = False
+            self.need = 0
             self.resumed.appendleft((entry.request, self.now, done))

@@ -17,12 +17,10 @@ class SpillQueue:
         self._file: IO[bytes] | None = None
         self._chunks: deque[tuple[int, int]] = deque()
         self._end = 0
-
-    def __len__(self) -> int:
-        # Every chunk on disk has `keep` // 2 items.
-        return len(self._head) + len(self._chunks) * (self._keep // 2) + len(self._tail)
+        self.count = 0
 
     def append(self, item: Any) -> None:
+        self.count += 1
         if not self._chunks and not self._tail and len(self._head) < self._keep // 2:
             self._head.append(item)
             return
@@ -39,6 +37,7 @@ class SpillQueue:
     def popleft(self) -> Any:
         if not self._head:
             self._refill()
+        self.count -= 1
         return self._head.popleft()
 
     def _write(self) -> None:
