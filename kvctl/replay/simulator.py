@@ -36,13 +36,18 @@ from kvctl.replay.spill import SpillQueue
 class Running:
     """A request that holds memory, from one admission to its end or preemption."""
 
-    __slots__ = ("begun", "done", "kept", "live", "phase", "place", "request", "since", "start", "steps")
+    __slots__ = (
+        "begun", "count", "done", "final", "kept", "length", "live", "phase", "place", "request", "since", "start",
+        "steps", "taken",
+    )  # fmt: skip
 
     def __init__(self, request: Request, done: int, since: int) -> None:
         self.request = request
+        self.length = request.input_length
+        self.count = request.sequences
         self.done = done
         """Output tokens that each sequence had stored when it was admitted."""
-        self.steps = max(request.output_length - 1, 0)
+        self.steps = request.output_length - 1 if request.output_length else 0
         """Output tokens that each sequence will have stored in the end."""
         self.since = since
         self.start = since
@@ -52,10 +57,9 @@ class Running:
         self.begun = False
         """Whether the first iteration after prefill has come."""
         self.live = True
+        # The policy's: units taken at admission and at the end, of these in the tree, and where they are.
+        self.taken = self.final = self.kept = 0
         self.place: Any = None
-        """Where the policy put it."""
-        self.kept = 0
-        """Of the policy: blocks in the tree (prefix), slots of each sequence (contiguous)."""
 
 
 class Simulator:
@@ -155,10 +159,13 @@ class Simulator:
         ):
             self.rejected += 1
             return
-        self.queue.append((request, at, 0))
         if at != self._last_arrival:
+            self._note_queue()
             self._last_arrival = at
-            heappush(self._times, at)
+            # Behind one that waits for memory nothing happens when others join.
+            if not self._blocked:
+                heappush(self._times, at)
+        self.queue.append((request, at, 0))
 
     def drain(self) -> None:
         """Run until all are done."""
@@ -178,9 +185,10 @@ class Simulator:
         time = times[0] if due else before
         if time is None:
             return False
-        if self._takers and self.capacity is not None and self.bound > self.capacity:
-            full = self._runs_out(time, self.capacity)
-            if full is not None:
+        capacity = self.capacity
+        if due or (capacity is not None and self.bound > capacity):
+            full = self._pass(time - 1)
+            if full >= 0:
                 self._turn(full)
                 return True
         if not due:
@@ -190,43 +198,38 @@ class Simulator:
         self._turn(time)
         return True
 
-    def _runs_out(self, before: int, capacity: int) -> int | None:
-        """The first iteration up to `before` (exclusive) whose growth the memory does not hold."""
-        steps = before - 1 - self.now
+    def _pass(self, until: int) -> int:
+        """Iterations up to `until` go by; or, returned, those before the first whose growth the memory does not hold."""
+        steps = until - self.now
         if steps <= 0:
-            return None
-        room = capacity - self.held
-        if self._growth(steps) <= room:
-            return None
-        cycles, room = divmod(room, self._takers)
-        time = self.now + cycles * self.block
-        while room >= 0:
-            time += 1
-            room -= self._phases[time % self.block]
-        return time
+            return -1
+        full = -1
+        takers, capacity = self._takers, self.capacity
+        if takers:
+            grown = self._growth(steps)
+            if capacity is not None and self.held + grown > capacity:
+                cycles, room = divmod(capacity - self.held, takers)
+                full = self.now + cycles * self.block
+                while room >= 0:
+                    full += 1
+                    room -= self._phases[full % self.block]
+                steps = full - 1 - self.now
+                grown = self._growth(steps)
+            self.held += grown
+            if self.cached:
+                self._make_room()
+        self.stored += self._writers * steps
+        self.now += steps
+        return full
 
     def _growth(self, steps: int) -> int:
         """Blocks that the next `steps` iterations take, nothing else happening."""
-        cycles, rest = divmod(steps, self.block)
-        grown = cycles * self._takers
-        if rest:
-            first = (self.now + 1) % self.block
-            last = first + rest
-            grown += sum(self._phases[first:last])
-            if last > self.block:
-                grown += sum(self._phases[: last - self.block])
-        return grown
-
-    def _pass(self, until: int) -> None:
-        """Iterations up to `until` go by, and memory suffices."""
-        steps = until - self.now
-        if steps > 0:
-            if self._takers:
-                self.held += self._growth(steps)
-                if self.cached:
-                    self._make_room()
-            self.stored += self._writers * steps
-            self.now = until
+        block, phases = self.block, self._phases
+        cycles, rest = divmod(steps, block)
+        first = (self.now + 1) % block
+        last = first + rest
+        grown = cycles * self._takers + sum(phases[first:last])
+        return grown + sum(phases[: last - block]) if last > block else grown
 
     def _make_room(self) -> None:
         if self.capacity is not None:
@@ -234,15 +237,21 @@ class Simulator:
             if over > 0:
                 self.evict(over)
 
+    def _note_queue(self) -> None:
+        waiting = self.queue.count + len(self.resumed)
+        if waiting > self.peak_queue:
+            self.peak_queue = waiting
+
     def _turn(self, time: int) -> None:
-        """The start of iteration `time`."""
-        self._pass(time - 1)
+        """The start of iteration `time`, all before it having gone by."""
         # Between two turns memory only fills, so the peaks are here.
         held = self.held
         if held >= self.peak[0] and (held, self.stored) > self.peak:
             self.peak = (held, self.stored)
         if self.stored > self.peak_stored:
             self.peak_stored = self.stored
+        if time > self._last_arrival:
+            self._note_queue()
         span = time - self._marked
         areas = self.areas
         areas.saved += self.saved * span
@@ -259,7 +268,9 @@ class Simulator:
         if time in self._starts:
             for entry in self._starts.pop(time):
                 if entry.live:
-                    self._begin(entry)
+                    entry.begun = True
+                    self._writers += entry.count
+                    self.begin(entry)
         self.held += self._phases[time % self.block]
         self.stored += self._writers
         if self.capacity is not None and self.held > self.capacity:
@@ -270,13 +281,11 @@ class Simulator:
             self.external = 0
             while (self.resumed or self.queue.count) and self._admit_head():
                 pass
+            self._note_queue()
+            if len(self.running) > self.peak_running:
+                self.peak_running = len(self.running)
         if self.cached > self.peak_cached:
             self.peak_cached = self.cached
-        if len(self.running) > self.peak_running:
-            self.peak_running = len(self.running)
-        waiting = self.queue.count + len(self.resumed)
-        if waiting > self.peak_queue:
-            self.peak_queue = waiting
         if self.saved > self.peak_saved:
             self.peak_saved = self.saved
 
@@ -324,21 +333,15 @@ class Simulator:
         else:
             there.append(entry)
 
-    def _begin(self, entry: Running) -> None:
-        entry.begun = True
-        self._writers += entry.request.sequences
-        self.begin(entry)
-
     def takes_blocks(self, entry: Running) -> None:
         """From now on each sequence of it takes a block whenever its last one is full."""
-        request = entry.request
-        entry.phase = (entry.start - request.input_length - entry.done) % self.block
-        self._phases[entry.phase] += request.sequences
-        self._takers += request.sequences
+        entry.phase = phase = (entry.start - entry.length - entry.done) % self.block
+        self._phases[phase] += entry.count
+        self._takers += entry.count
 
     def _leave(self, entry: Running, done: int, last: int) -> None:
         """`done` tokens are stored now, `last` were in the iteration before; the two differ where it is cut off."""
-        count = entry.request.sequences
+        count = entry.count
         entry.live = False
         del self.running[entry]
         self.sequences -= count
