@@ -204,12 +204,34 @@ def simulate(requests, setup, policy):
     paged = policy != "contiguous"
     pool = Pool(setup, policy == "prefix") if paged else Slots(setup)
     size = setup.block_size
-    trace = [r for r in requests]
+    trace = list(requests)
     first = trace[0].arrival
     count = dict.fromkeys(
-        "finished rejected preemptions recomputed_tokens queried_tokens hit_tokens peak_cached_blocks peak_running "
-        "peak_queue peak_saved_blocks slot_area stored_area reserved_area internal_area copied_area external_area "
-        "saved_area running_area waiting_area peak_stored_tokens peak_slots stored_at_peak iterations".split(),
+        [
+            "finished",
+            "rejected",
+            "preemptions",
+            "recomputed_tokens",
+            "queried_tokens",
+            "hit_tokens",
+            "peak_cached_blocks",
+            "peak_running",
+            "peak_queue",
+            "peak_saved_blocks",
+            "slot_area",
+            "stored_area",
+            "reserved_area",
+            "internal_area",
+            "copied_area",
+            "external_area",
+            "saved_area",
+            "running_area",
+            "waiting_area",
+            "peak_stored_tokens",
+            "peak_slots",
+            "stored_at_peak",
+            "iterations",
+        ],
         0,
     )
     waiting, running = [], []  # running: job, tables, start of decode, tokens stored of each sequence

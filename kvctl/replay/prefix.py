@@ -54,6 +54,9 @@ class PrefixSharing(Paged):
         request, done, block = entry.request, entry.done, self.block
         keys, full = self._keys(request) if request.hash_ids else ((), 0)
         tree = self._tree
+        if self.gone:
+            tree.evict(self.gone)
+            self.gone = 0
         known = entry.length + entry.count * done
         limit = min(full, (known - 1) // block)
         found = tree.match(keys, limit)
@@ -109,8 +112,3 @@ class PrefixSharing(Paged):
         if entry.count > 1:
             self.saved -= spared(entry, done, block)
         add_paged(self.areas, entry, last, self.now - entry.since, block, copied)
-
-    def evict(self, count: int) -> None:
-        self._tree.evict(count)
-        self.cached -= count
-        self.evicted += count

@@ -30,7 +30,7 @@ from kvctl.errors import UsageError
 from kvctl.replay.areas import Areas
 from kvctl.replay.request import Request
 from kvctl.replay.setup import Setup
-from kvctl.replay.spill import SpillQueue
+from kvctl.replay.spill import SpillQueue, Waiting
 
 
 class Running:
@@ -82,11 +82,13 @@ class Simulator:
         """Tokens in them, each once."""
         self.cached = 0
         """Units that nobody holds and that a later request may find."""
+        self.gone = 0
+        """Units evicted that the policy has still to forget, those released longest ago, before it looks for any."""
         self.running: dict[Running, None] = {}
         """In order of admission."""
         self.sequences = 0
         self.queue = SpillQueue()
-        self.resumed: deque[tuple[Request, int, int]] = deque()
+        self.resumed: deque[Waiting] = deque()
         self.areas = Areas()
         self.saved = 0
         """Blocks that sharing saves now."""
@@ -130,9 +132,6 @@ class Simulator:
     def release(self, entry: Running, done: int, last: int) -> None:
         """Give all back; each sequence has stored `done` output tokens, and `last` until the iteration before."""
         raise NotImplementedError
-
-    def evict(self, count: int) -> None:
-        """Forget cached units."""
 
     # Requests come in.
 
@@ -235,7 +234,12 @@ class Simulator:
         if self.capacity is not None:
             over = self.held + self.cached - self.capacity
             if over > 0:
-                self.evict(over)
+                self._evict(over)
+
+    def _evict(self, count: int) -> None:
+        self.cached -= count
+        self.evicted += count
+        self.gone += count
 
     def _note_queue(self) -> None:
         waiting = self.queue.count + len(self.resumed)
@@ -245,18 +249,20 @@ class Simulator:
     def _turn(self, time: int) -> None:
         """The start of iteration `time`, all before it having gone by."""
         # Between two turns memory only fills, so the peaks are here.
-        held = self.held
-        if held >= self.peak[0] and (held, self.stored) > self.peak:
-            self.peak = (held, self.stored)
-        if self.stored > self.peak_stored:
-            self.peak_stored = self.stored
+        held, stored = self.held, self.stored
+        if held >= self.peak[0] and (held, stored) > self.peak:
+            self.peak = (held, stored)
+        if stored > self.peak_stored:
+            self.peak_stored = stored
         if time > self._last_arrival:
             self._note_queue()
         span = time - self._marked
-        areas = self.areas
-        areas.saved += self.saved * span
-        areas.external += self.external * span
-        areas.shared += self.shared * span
+        if self.shared:
+            self.areas.shared += self.shared * span
+        if self.saved:
+            self.areas.saved += self.saved * span
+        elif self.external:
+            self.areas.external += self.external * span
         self._marked = self.now = time
         if time in self._ends:
             for entry in self._ends.pop(time):
@@ -357,7 +363,7 @@ class Simulator:
         assert self.capacity is not None
         while self.held > self.capacity:
             if self.cached:
-                self.evict(self.cached)
+                self._evict(self.cached)
             entry = next(reversed(self.running))
             past = self.now - entry.start
             done = entry.done + max(past + 1, 0)
