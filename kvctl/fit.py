@@ -350,7 +350,11 @@ class Room:
         """
         if sequences not in self._longest:
             found = None
-            if not self._admits(MAX_TOKENS, sequences):
+            if self._admits(MAX_TOKENS, sequences):
+                most = self._loads[MAX_TOKENS, sequences]
+                if most is not None and most.allocation is not None and most.allocation.longest_sequence < MAX_TOKENS:
+                    found = most.allocation.longest_sequence  # the engine lowers what it is asked for
+            else:
                 guess = self._line(sequences, min(max(guess, 1), MAX_TOKENS), block)
                 found = largest(lambda tokens: self._admits(tokens, sequences), guess, MAX_TOKENS, block)
             self._longest[sequences] = found
