@@ -146,6 +146,8 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
             (f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context)
         )
     for words, changed, context in chain(tries, ((*change, result.context) for change in _changes(plan))):
+        if any(words.startswith(one) or words.endswith(one) for one in out):
+            continue  # half of it is enough
         try:
             tried = answer(prepare(spec, changed), context)
         except KvctlError:
