@@ -333,6 +333,8 @@ def test_memory_given_by_the_user_is_not_replaced_by_a_sighting() -> None:
 def test_what_a_mac_leaves_to_the_gpu_is_an_estimate() -> None:
     big, small = one("M2 Ultra:192GB"), one("M1:16GB")
     assert (big.cuda_bytes, small.cuda_bytes) == (144 * GIB, 16 * GIB * 2 // 3)
+    assert one("M1 Max:32GB").cuda_bytes == 32 * GIB * 2 // 3
+    assert one("M3 Pro:36GB").cuda_bytes == 27 * GIB
     assert big.cuda_estimated
     assert small.cuda_estimated
     assert any("144 GiB" in note and "estimated" in note for note in big.notes)
