@@ -286,19 +286,14 @@ def test_rates(name: str, bandwidth: float, fp16: float | None, capability: str 
 
 @pytest.mark.parametrize(
     ("name", "gib", "within"),
-    # Totals that vLLM and torch printed in public threads which are not among the table's own sightings.
+    # Totals that vLLM and torch printed for such cards in public, none among the table's own sightings.
     [
-        ("A100-SXM4-80GB", 79.32, 0.10),  # vllm-project/vllm-omni#276: (0.49/79.32 GiB)
-        ("L40S", 44.40, 0.02),  # vllm-project/vllm#38486
-        ("L4", 22.05, 0.03),  # pytorch/pytorch#175666: (19.77/22.05 GiB)
-        ("A100-SXM4-80GB", 79.15, 0.11),
-        ("H100 SXM", 79.19, 0.01),
-        ("B200", 178.35, 0.02),
-        ("T4", 14.74, 0.03),
-        ("A100-SXM4-40GB", 39.39, 0.12),
-        ("RTX 3090", 23.56, 0.01),
-        ("RTX 5090", 31.36, 0.01),
-        ("dgx spark", 121.69, 0.10),
+        ("A100-SXM4-80GB", 79.32, 0.10),  # vllm-project/vllm-omni#276: "(0.49/79.32 GiB)" on an A100 (80GB)
+        ("A100-SXM4-80GB", 79.15, 0.11),  # torch, beside nvidia-smi's 81920MiB
+        ("L40S", 44.39, 0.02),  # torch
+        ("B200", 178.35, 0.02),  # torch
+        ("T4", 14.74, 0.03),  # torch
+        ("dgx spark", 121.69, 0.10),  # vLLM: "(100.94/121.69 GiB)" on a GB10
     ],
 )
 def test_memory_that_applications_see(name: str, gib: float, within: float) -> None:
