@@ -525,3 +525,11 @@ def test_a_candidate_of_an_engine_that_has_no_release_yet(kvctl: Run) -> None:
     outcome = kvctl("size", "--ctx", "4k", "--json", "--engine-args", text)
     assert outcome.json["results"][0]["engine"]["version"] == "1.3.0rc5"
     assert "is no version" not in outcome.err
+
+
+def test_options_with_several_words_are_read_whole(kvctl: Run) -> None:
+    # vLLM captures two kinds of graph for each of three sizes.
+    line = "vllm serve Qwen/Qwen3-8B --max-model-len 8192 --cudagraph-capture-sizes 1 2 4 --port 8000"
+    fit = kvctl("size", "--engine-args", line, "--gpu", "L4", "--json").json["results"][0]["fit"]
+    (graphs,) = [part for part in fit["parts"] if part["name"] == "graphs"]
+    assert graphs["rule"].startswith("6 CUDA graphs")
