@@ -69,7 +69,9 @@ def print_size(report: SizeReport) -> None:
         (group,) = groups.values()
         if len(group) > 1:
             _ladder(screen, list(group.values()))
-        if largest[0].fit is not None:
+        if largest[0].replay is not None:
+            _replayed(screen, largest[0])
+        elif largest[0].fit is not None:
             from kvctl.screen_fit import print_fit
 
             screen.line(f"{title_words(largest[0])}, {engine_words(largest[0])}", "bold")
@@ -80,10 +82,6 @@ def print_size(report: SizeReport) -> None:
         else:
             _one(screen, largest[0])
     for result in largest:
-        if result.replay is not None:
-            from kvctl.screen_replay import print_replay
-
-            print_replay(screen, result)
         _layer_list(screen, result)
         _formulas(screen, result)
 
@@ -107,6 +105,18 @@ def _one(screen: Screen, result: SizeResult, *, titled: bool = True) -> None:
     screen.line()
     _fact_lines(screen, _facts(result))
     _log(screen, result)
+
+
+def _replayed(screen: Screen, result: SizeResult) -> None:
+    """A replay under the question it belongs to; what the memory is made of is another screen."""
+    from kvctl.screen_replay import print_replay
+
+    screen.line(one_line(f"{result.model.id}: at most {result.context:,} tokens each, {engine_words(result)}"), "bold")
+    if result.fit is not None:
+        from kvctl.screen_fit import print_verdict
+
+        print_verdict(screen, result)
+    print_replay(screen, result)
 
 
 def _fact_lines(screen: Screen, facts: Sequence[tuple[str, str, str]]) -> None:
