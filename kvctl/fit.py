@@ -127,6 +127,7 @@ def room_for(
     info = weights_of(laid.serving)
     count = len(laid.devices)
     shares = (Fraction(1, count),) * count if count > 1 and not engine.splits else ()
+    more: tuple[dict[str, Any], ...] = ()
     guesses: list[str] = []
     if spec.provenance.source == "shape":
         weights: tuple[int, ...] = (0,)
@@ -141,11 +142,19 @@ def room_for(
         weights = info.per_rank
         if engine.name != "vllm" and len(weights) > 1:
             guesses.append("weights: cut over ranks as vLLM cuts them")
+    elif engine.slots:
+        free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
+        places = engine.memory.places(spec, info.bytes, free)  # type: ignore[union-attr]
+        weights = tuple(place.weights for place in places)
+        if count > 1:
+            shares = tuple(place.share for place in places)
+            more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
+            guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
     else:
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
-    return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses))
+    return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
 
 
 class Rank(Record):
@@ -194,9 +203,10 @@ class Room:
         shares: tuple[Fraction, ...],
         held: Held,
         guesses: tuple[str, ...] = (),
+        more: tuple[dict[str, Any], ...] = (),
     ) -> None:
         """`weights` are bytes of every rank (repeated over replicas); `shares` the parts of the cache that devices
-        hold where layers are divided over them, empty where an engine's plan is that of a rank; `guesses` what is estimated of either."""
+        hold where layers are divided over them, empty where an engine's plan is that of a rank; `guesses` what is estimated of either; `more` what the engine's `overheads` are told of every device."""
         self.spec, self.engine, self.dtype_bytes = spec, engine, dtype_bytes
         self.laid, self.hardware, self.weights, self.shares, self.held, self.guesses = (
             laid,
@@ -207,6 +217,7 @@ class Room:
             guesses,
         )
         self._beside: tuple[int, ...] | None = None
+        self.more = more
         self._rank_of: dict[tuple[Any, ...], Rank] = {}
         self._longest: dict[int, int | None] = {}
         self._loads: dict[tuple[int, int], Load | None] = {}
@@ -217,7 +228,10 @@ class Room:
             context *= sequences  # prompts of a batch run through the model together
         beside = self._beside_pool() or (0,)
         return tuple(
-            self._rank(device, self.weights[index % len(self.weights)], beside[index % len(beside)], context)
+            self._rank(
+                device, self.weights[index % len(self.weights)], beside[index % len(beside)], context,
+                self.more[index] if self.more else {},
+            )  # fmt: skip
             for index, device in enumerate(self.laid.devices)
         )
 
@@ -228,10 +242,10 @@ class Room:
             self._beside = allocation.beside if allocation is not None else ()
         return self._beside
 
-    def _rank(self, device: Device, weights: int, beside: int, context: int) -> Rank:
+    def _rank(self, device: Device, weights: int, beside: int, context: int, more: dict[str, Any]) -> Rank:
         serving, total = self.laid.serving, device.cuda_bytes
         free = total if device.free_bytes is None else min(device.free_bytes, total)
-        key = (device.name, total, free, weights, beside, context)
+        key = (device.name, total, free, weights, beside, context, *more.values())
         if key in self._rank_of:
             return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
         memory = self.engine.memory
@@ -241,7 +255,7 @@ class Room:
         elif memory is not None and serving.device != "cpu":
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
-                version=self.engine.version, context=context,
+                version=self.engine.version, context=context, **more,
             )  # fmt: skip
         if beside:
             parts += (Part("recurrent states", beside, True, "for as many sequences as a batch may have"),)
@@ -352,7 +366,11 @@ class Room:
         """
         if sequences not in self._longest:
             found = None
-            if not self._admits(MAX_TOKENS, sequences):
+            if self._admits(MAX_TOKENS, sequences):
+                most = self._loads[MAX_TOKENS, sequences]
+                if most is not None and most.allocation is not None and most.allocation.longest_sequence < MAX_TOKENS:
+                    found = most.allocation.longest_sequence  # the engine lowers what it is asked for
+            else:
                 guess = self._line(sequences, min(max(guess, 1), MAX_TOKENS), block)
                 found = largest(lambda tokens: self._admits(tokens, sequences), guess, MAX_TOKENS, block)
             self._longest[sequences] = found
@@ -376,12 +394,14 @@ class Room:
         load = self._load(tokens, sequences)
         return (tokens, load.kv[load.bottleneck], load.ranks[load.bottleneck].budget) if load is not None else None
 
-    def most(self, context: int, load: Load) -> int:
+    def most(self, context: int, sequences: int, load: Load) -> int:
         """Most requests of `context` tokens at once."""
         if load.allocation is not None and load.allocation.held is not None:
             started = load.budget > 0 and self._admits(context, 1)
             return load.allocation.held * self.laid.replicas if started else 0
-        return largest(lambda count: self._admits(context, count), 1, MOST_REQUESTS)
+        each = max(1, load.kv[load.bottleneck] // sequences)
+        guess = load.ranks[load.bottleneck].budget // each
+        return largest(lambda count: self._admits(context, count), guess, MOST_REQUESTS)
 
     def _admits(self, context: int, sequences: int) -> bool:
         load = self._load(context, sequences)
@@ -473,7 +493,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         kv_budget_bytes=max(0, rank.budget),
         capacity_tokens=capacity,
         max_context=longest,
-        max_concurrency=room.most(context, load),
+        max_concurrency=room.most(context, sequences, load),
         bottleneck_rank=load.bottleneck,
         parts=tuple(parts),
         ranks=tuple(

@@ -148,6 +148,12 @@ class Fit(Record):
     advice: tuple[str, ...] = ()
     """Changes with which it would fit."""
 
+    @property
+    def close(self) -> bool:
+        """Whether estimates that are off by a sixth turn the answer around."""
+        guessed = sum(part.bytes for part in self.parts if part.estimated)
+        return 6 * abs(self.headroom_bytes) < guessed
+
     def to_dict(self) -> dict[str, Any]:
         names = ("fits", "device_bytes", "weights_bytes", "kv_bytes", "overhead_bytes", "headroom_bytes", "max_context",
                  "max_concurrency", "bottleneck_rank", "kv_budget_bytes", "capacity_tokens")  # fmt: skip

@@ -17,6 +17,12 @@ _SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt
 """A cache format of about half the size, in each engine's words."""
 
 
+_SHARES = {"vllm": ("--gpu-memory-utilization", 0.95), "sglang": ("--mem-fraction-static", 0.88)}
+"""More of the memory than engines take without being told; what is left is tight for what they do not count."""
+_FEW_TOKENS, _FEW_REQUESTS = 2048, 64
+"""A batch that takes less for activations and graphs."""
+
+
 class NoAnswer(KvctlError):
     """Nothing of what was asked for fits."""
 
@@ -136,15 +142,19 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
     if fit.max_context:
         tries.append((f"--ctx {fit.max_context}", plan, fit.max_context))
     if fit.max_concurrency and fit.max_concurrency < plan.sequences:
-        tries.append((f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context))
+        tries.append(
+            (f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context)
+        )
     for words, changed, context in chain(tries, ((*change, result.context) for change in _changes(plan))):
+        if any(words.startswith(one) or words.endswith(one) for one in out):
+            continue  # half of it is enough
         try:
             tried = answer(prepare(spec, changed), context)
         except KvctlError:
             continue
         if tried.fit is not None and tried.fit.fits:
             out.append(words)
-            if words.startswith("--gpu"):
+            if words.startswith("--gpu "):
                 break  # the fewest are enough
     return tuple(out)
 
@@ -157,6 +167,13 @@ def _changes(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
         kind = plan.engine.kv_dtype(smaller, "--kv-dtype")
         cache = plan.replace(key=kind, value=kind.values or kind)
         yield f"--kv-dtype {smaller}", cache
+    told = _SHARES.get(plan.engine.name)
+    if told is not None and plan.serving.utilization is None and plan.serving.kv_budget is None:
+        option, share = told
+        yield f"{option} {share:g}", plan.replace(serving=plan.serving.replace(utilization=share))
+    if plan.engine.name == "vllm" and plan.serving.max_batched is None and plan.serving.max_sequences is None:
+        small = plan.serving.replace(max_batched=_FEW_TOKENS, max_sequences=_FEW_REQUESTS)
+        yield f"--max-num-batched-tokens {_FEW_TOKENS} --max-num-seqs {_FEW_REQUESTS}", plan.replace(serving=small)
     if plan.weights_dtype is None and plan.engine.splits:
         for name in ("fp8", "awq"):
             weights = plan.replace(weights_dtype=name)

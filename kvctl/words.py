@@ -116,9 +116,11 @@ def verdict_words(result: SizeResult) -> str:
     rank = f" on each of {len(fit.ranks)} ranks" if len(fit.ranks) > 1 else ""
     about = "about " if fit.estimated else ""
     if fit.fits:
-        return f"fits: {about}{format_bytes(fit.headroom_bytes)} of headroom{rank}"
+        barely = ", less than its estimates may be off by" if fit.close else ""
+        return f"fits{', barely' if fit.close else ''}: {about}{format_bytes(fit.headroom_bytes)} of headroom{rank}{barely}"
     short = f", {format_bytes(-fit.headroom_bytes)} short{rank}" if fit.headroom_bytes < 0 else ""
-    return f"does not fit{short}: {fit.why}"
+    barely = "; estimates may be off by more" if fit.close else ""
+    return f"does not fit{short}: {fit.why}{barely}"
 
 
 def share_words(part: int, whole: int) -> str:

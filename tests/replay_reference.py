@@ -204,7 +204,7 @@ def simulate(requests, setup, policy):
     paged = policy != "contiguous"
     pool = Pool(setup, policy == "prefix") if paged else Slots(setup)
     size = setup.block_size
-    trace = [r for r in requests]
+    trace = list(requests)
     first = trace[0].arrival
     count = dict.fromkeys(
         [

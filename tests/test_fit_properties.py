@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 
-import pytest
 from conftest import Outcome
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvctl.allocation import Serving
-from kvctl.engines import Engine, engine
+from kvctl.engines import engine
 from kvctl.errors import KvctlError
 from kvctl.fit import Hardware
 from kvctl.hardware import read_gpus
@@ -51,7 +49,9 @@ def spec_of(name: str) -> ModelSpec:
     return build_spec(catalogue.find(name))
 
 
-def plan_of(name: str, context: int, sequences: int, gpu: str, serving: Serving = Serving(), what: str | None = None) -> SizePlan:
+def plan_of(
+    name: str, context: int, sequences: int, gpu: str, serving: Serving = Serving(), what: str | None = None
+) -> SizePlan:
     return SizePlan(engine(name), (context,), sequences=sequences, serving=serving,
                     hardware=Hardware(read_gpus(gpu), gpu, solve=what))  # fmt: skip
 

@@ -13,8 +13,7 @@ from functools import cache
 import pytest
 from conftest import DATA
 
-from kvctl.allocation import Serving
-from kvctl.engines.budget import Part
+from kvctl.allocation import Part, Serving
 from kvctl.engines.llama_cpp.memory import Split, layer_split
 from kvctl.engines.sglang import memory as sglang
 from kvctl.engines.sglang.fraction import default_start, for_images

@@ -52,6 +52,7 @@ class Memory(Protocol):
     # Where an engine has more to say, its module has these too:
     # left(serving, version) -> str: why it leaves some of the memory alone;
     # start_refusal(free_bytes, device_bytes, serving, version) -> str | None: why it would not begin to load;
+    # places(spec, weights_bytes, free) -> tuple[Place, ...]: what lies on each of several devices;
     # started(spec, serving, *, device_bytes, gpu_name, version, context) -> Serving: the options it chooses for a device.
 
 
@@ -98,8 +99,10 @@ class Engine(Record):
         """The module that says what it takes on a GPU beside weights and cache, loaded when first asked for."""
         from importlib import import_module
 
-        home = {".ollama": ".llama_cpp"}.get(self.module, self.module)
-        return cast("Memory", import_module(f"{home}.memory", __name__)) if home else None
+        if not self.module:
+            return None
+        home = ".ollama_memory" if self.module == ".ollama" else f"{self.module}.memory"
+        return cast("Memory", import_module(home, __name__))
 
     def by_request(self, serving: Serving) -> bool:
         """Whether it reserves for requests: beams are none, and positions of media are part of their length."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvctl.allocation import Serving
+from kvctl.allocation import Part, Serving
 from kvctl.engines import ollama
-from kvctl.engines.budget import Part
 from kvctl.engines.llama_cpp import memory as server
 from kvctl.spec import ModelSpec
 from kvctl.units import GIB, MIB
@@ -54,13 +53,16 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    layers: int | None = None,
+    head: bool = True,
+    devices: int = 1,
 ) -> tuple[Part, ...]:
     """What llama-server takes on one GPU beside weights and cache for num_ctx `context`."""
     if version is not None:
         ollama.check_version(version)
     started, length = told(spec, serving, context)
     return server.overheads(spec, started, dtype_bytes=dtype_bytes, device_bytes=device_bytes, gpu_name=gpu_name,
-                            version=None, context=length)  # fmt: skip
+                            version=None, context=length, layers=layers, head=head, devices=devices)  # fmt: skip
 
 
 def expected(spec: ModelSpec, serving: Serving, *, file_bytes: int, context: int) -> int | None:
@@ -88,3 +90,6 @@ def kv_budget(
     """Bytes for the cache on one device, by llama.cpp's own rule."""
     return server.kv_budget(device_bytes=device_bytes, free_bytes=free_bytes, weights_bytes=weights_bytes, parts=parts,
                             serving=serving, version=None, spec=spec)  # fmt: skip
+
+
+places = server.places

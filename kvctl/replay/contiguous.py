@@ -75,6 +75,7 @@ class Contiguous(Simulator):
         size = self._reserve(request)
         whole = size * request.sequences
         if self.capacity is not None and self.held + whole > self.capacity:
+            self.need = whole
             return -1
         starts: list[int] = []
         for _ in range(request.sequences):

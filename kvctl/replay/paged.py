@@ -17,36 +17,36 @@ class Paged(Simulator):
         return self.capacity is not None and blocks_at(request, steps, self.block) > self.capacity
 
     def admit(self, entry: Running) -> int:
-        request, done = entry.request, entry.done
-        need = blocks_at(request, done, self.block)
+        done, block = entry.done, self.block
+        entry.taken = need = blocks_at(entry.request, done, block)
         if self.capacity is not None and self.held + need > self.capacity:
+            self.need = need
             return -1
+        entry.final = blocks_at(entry.request, entry.steps, block)
         self.held += need
-        self.bound += blocks_at(request, entry.steps, self.block)
-        self.stored += request.input_length + request.sequences * done
-        self.saved += spared(request, done, self.block)
+        self.bound += entry.final
+        self.stored += entry.length + entry.count * done
+        if entry.count > 1:
+            self.saved += spared(entry, done, block)
         return 0
 
     def begin(self, entry: Running) -> None:
         self.takes_blocks(entry)
-        request = entry.request
-        if request.sequences > 1 and not entry.done:
-            if request.input_length % self.block:
-                self.held += request.sequences - 1
-            self.saved += spared(request, 1, self.block) - spared(request, 0, self.block)
+        if entry.count > 1 and not entry.done:
+            if entry.length % self.block:
+                self.held += entry.count - 1
+            self.saved += spared(entry, 1, self.block) - spared(entry, 0, self.block)
 
     def release(self, entry: Running, done: int, last: int) -> None:
-        request = entry.request
-        self.held -= blocks_at(request, done, self.block)
-        self.bound -= blocks_at(request, entry.steps, self.block)
-        self.stored -= request.input_length + request.sequences * done
-        self.saved -= spared(request, done, self.block)
-        add_paged(self.areas, request, entry.steps, (entry.done, last, self.now - entry.since), self.block, 0, 0)
+        self.held -= entry.final if done == entry.steps else blocks_at(entry.request, done, self.block)
+        self.bound -= entry.final
+        self.stored -= entry.length + entry.count * done
+        if entry.count > 1:
+            self.saved -= spared(entry, done, self.block)
+        add_paged(self.areas, entry, last, self.now - entry.since, self.block, 0)
 
 
-def spared(request: Request, done: int, block: int) -> int:
+def spared(entry: Running, done: int, block: int) -> int:
     """Blocks fewer than if every sequence had blocks of its own."""
-    if request.sequences == 1:
-        return 0
-    shared = request.input_length // block if done else -(-request.input_length // block)
-    return (request.sequences - 1) * shared
+    shared = entry.length // block if done else -(-entry.length // block)
+    return (entry.count - 1) * shared

@@ -32,8 +32,6 @@ class PrefixSharing(Paged):
         super().__init__(setup)
         self._hash_tokens = 0
         self._tree = Tree(1)
-        self._in_tree = 0
-        """Blocks of the tree that are held."""
 
     def _keys(self, request: Request) -> tuple[Keys, int]:
         """Names of the units of the prompt, and the full blocks that have one."""
@@ -53,13 +51,14 @@ class PrefixSharing(Paged):
         ), full  # fmt: skip
 
     def admit(self, entry: Running) -> int:
-        request, done, block, tree = entry.request, entry.done, self.block, self._tree
-        if request.hash_ids:
-            keys, full = self._keys(request)
-            tree = self._tree
-        else:
-            keys, full = (), 0
-        limit = min(full, (request.input_length + request.sequences * done - 1) // block)
+        request, done, block = entry.request, entry.done, self.block
+        keys, full = self._keys(request) if request.hash_ids else ((), 0)
+        tree = self._tree
+        if self.gone:
+            tree.evict(self.gone)
+            self.gone = 0
+        known = entry.length + entry.count * done
+        limit = min(full, (known - 1) // block)
         found = tree.match(keys, limit)
         hit = found[2]
         copied = 0
@@ -71,48 +70,45 @@ class PrefixSharing(Paged):
                 else:
                     found = whole
         there, kept = found[2], full - copied
-        need = blocks_at(request, done, block) - there
-        free = None if self.capacity is None else self.capacity - self.held
-        if free is not None and need > free:
-            return -1
-        gained = tree.unheld(found)
-        need += gained
-        if free is not None and need > free:
+        entry.taken = taken = blocks_at(request, done, block)
+        need = taken - there
+        free = need if self.capacity is None else self.capacity - self.held
+        gained = 0
+        if need <= free:
+            gained = tree.unheld(found)
+            need += gained
+        if need > free and self.capacity is not None:
+            self.need = need
             return -1
         node = tree.hold(found)
         if kept > there:
             node = tree.add(node, keys, kept)
         entry.place, entry.kept = (node, copied), kept
-        new = kept - there
+        entry.final = blocks_at(request, entry.steps, block) - kept
+        new = gained + kept - there
         self.cached -= gained
-        self._in_tree += gained + new
+        self.shared += new
         self.held += need
-        self.bound += gained + new + blocks_at(request, entry.steps, block) - kept
-        self.stored += (gained + new - kept - copied) * block + request.input_length + request.sequences * done
-        self.saved += spared(request, done, block) + kept - gained - new
-        self._make_room()
+        self.bound += new + entry.final
+        self.stored += (new - kept - copied) * block + known
+        self.saved += kept - new
+        if entry.count > 1:
+            self.saved += spared(entry, done, block)
+        if self.cached:
+            self._make_room()
         return hit * block
 
     def release(self, entry: Running, done: int, last: int) -> None:
-        request, block, kept = entry.request, self.block, entry.kept
+        block, kept = self.block, entry.kept
         node, copied = entry.place
         lost = self._tree.release(node)
+        own = entry.final if done == entry.steps else blocks_at(entry.request, done, block) - kept
         self.cached += lost
-        self._in_tree -= lost
-        self.held -= lost + blocks_at(request, done, block) - kept
-        self.bound -= lost + blocks_at(request, entry.steps, block) - kept
-        self.stored -= (lost - kept - copied) * block + request.input_length + request.sequences * done
-        self.saved -= spared(request, done, block) + kept - lost
-        span = (entry.done, last, self.now - entry.since)
-        add_paged(self.areas, request, entry.steps, span, block, kept, copied)
-
-    def evict(self, count: int) -> None:
-        self._tree.evict(count)
-        self.cached -= count
-        self.evicted += count
-
-    def mark(self, span: int) -> None:
-        super().mark(span)
-        slots = self._in_tree * self.block * span
-        self.areas.slots += slots
-        self.areas.stored += slots
+        self.shared -= lost
+        self.held -= lost + own
+        self.bound -= lost + entry.final
+        self.stored -= (lost - kept - copied) * block + entry.length + entry.count * done
+        self.saved -= kept - lost
+        if entry.count > 1:
+            self.saved -= spared(entry, done, block)
+        add_paged(self.areas, entry, last, self.now - entry.since, block, copied)

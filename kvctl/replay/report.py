@@ -148,6 +148,8 @@ def report(run: Simulator) -> PolicyReport:
     setup, areas, time = run.setup, run.areas, max(run.end, 1)
     block = setup.block_size
     slot = 1 if run.name == "contiguous" else block
+    shared = areas.shared * block
+    slots = areas.slots + shared
     peak_held, stored_at_peak = run.peak
     peak_slots = peak_held * slot
     return PolicyReport(
@@ -158,15 +160,15 @@ def report(run: Simulator) -> PolicyReport:
         iterations=run.end,
         makespan_us=run.end * setup.tpot,
         peak_held_blocks=-(-peak_slots // block),
-        mean_held_blocks=areas.slots // (time * block),
+        mean_held_blocks=slots // (time * block),
         peak_held_bytes=-(-peak_slots * setup.bytes_per_block // block),
-        mean_held_bytes=areas.slots * setup.bytes_per_block // (time * block),
+        mean_held_bytes=slots * setup.bytes_per_block // (time * block),
         peak_slots=peak_slots,
         stored_at_peak=stored_at_peak,
         peak_stored_tokens=run.peak_stored,
-        mean_stored_tokens=areas.stored // time,
-        slot_area=areas.slots,
-        stored_area=areas.stored,
+        mean_stored_tokens=(areas.stored + shared) // time,
+        slot_area=slots,
+        stored_area=areas.stored + shared,
         reserved_area=areas.reserved,
         internal_area=areas.internal,
         copied_area=areas.duplicates,

@@ -30,19 +30,24 @@ from kvctl.errors import UsageError
 from kvctl.replay.areas import Areas
 from kvctl.replay.request import Request
 from kvctl.replay.setup import Setup
-from kvctl.replay.spill import SpillQueue
+from kvctl.replay.spill import SpillQueue, Waiting
 
 
 class Running:
     """A request that holds memory, from one admission to its end or preemption."""
 
-    __slots__ = ("begun", "done", "kept", "live", "phase", "place", "request", "since", "start", "steps")
+    __slots__ = (
+        "begun", "count", "done", "final", "kept", "length", "live", "phase", "place", "request", "since", "start",
+        "steps", "taken",
+    )  # fmt: skip
 
     def __init__(self, request: Request, done: int, since: int) -> None:
         self.request = request
+        self.length = request.input_length
+        self.count = request.sequences
         self.done = done
         """Output tokens that each sequence had stored when it was admitted."""
-        self.steps = max(request.output_length - 1, 0)
+        self.steps = request.output_length - 1 if request.output_length else 0
         """Output tokens that each sequence will have stored in the end."""
         self.since = since
         self.start = since
@@ -52,10 +57,9 @@ class Running:
         self.begun = False
         """Whether the first iteration after prefill has come."""
         self.live = True
+        # The policy's: units taken at admission and at the end, of these in the tree, and where they are.
+        self.taken = self.final = self.kept = 0
         self.place: Any = None
-        """Where the policy put it."""
-        self.kept = 0
-        """Of the policy: blocks in the tree (prefix), slots of each sequence (contiguous)."""
 
 
 class Simulator:
@@ -78,14 +82,18 @@ class Simulator:
         """Tokens in them, each once."""
         self.cached = 0
         """Units that nobody holds and that a later request may find."""
+        self.gone = 0
+        """Units evicted that the policy has still to forget, those released longest ago, before it looks for any."""
         self.running: dict[Running, None] = {}
         """In order of admission."""
         self.sequences = 0
         self.queue = SpillQueue()
-        self.resumed: deque[tuple[Request, int, int]] = deque()
+        self.resumed: deque[Waiting] = deque()
         self.areas = Areas()
         self.saved = 0
         """Blocks that sharing saves now."""
+        self.shared = 0
+        """Units that are held and full, and not counted with the requests that hold them."""
         self.external = 0
         """Free units that are of no use to the head of the queue, which would fit into them in one piece."""
         self._marked = 0
@@ -96,6 +104,10 @@ class Simulator:
         self._starts: dict[int, list[Running]] = {}
         self._ends: dict[int, list[Running]] = {}
         self._blocked = False
+        self.need = 0
+        """Units that the head of the queue needs at least, known from when it did not fit.
+
+        While it waits nobody else is admitted, so that the cache only loses blocks and this does not shrink."""
         self._last_arrival = -1
         self._first: int | None = None
         self.requests = self.finished = self.rejected = self.preemptions = self.evicted = 0
@@ -111,7 +123,7 @@ class Simulator:
         raise NotImplementedError
 
     def admit(self, entry: Running) -> int:
-        """Take memory; tokens of it that need not be computed, or -1 where it does not fit now."""
+        """Take memory; tokens of it that need not be computed, or -1 where it does not fit now (then set `need`)."""
         raise NotImplementedError
 
     def begin(self, entry: Running) -> None:
@@ -120,9 +132,6 @@ class Simulator:
     def release(self, entry: Running, done: int, last: int) -> None:
         """Give all back; each sequence has stored `done` output tokens, and `last` until the iteration before."""
         raise NotImplementedError
-
-    def evict(self, count: int) -> None:
-        """Forget cached units."""
 
     # Requests come in.
 
@@ -149,10 +158,13 @@ class Simulator:
         ):
             self.rejected += 1
             return
-        self.queue.append((request, at, 0))
         if at != self._last_arrival:
+            self._note_queue()
             self._last_arrival = at
-            heappush(self._times, at)
+            # Behind one that waits for memory nothing happens when others join.
+            if not self._blocked:
+                heappush(self._times, at)
+        self.queue.append((request, at, 0))
 
     def drain(self) -> None:
         """Run until all are done."""
@@ -161,120 +173,132 @@ class Simulator:
 
     @property
     def in_flight(self) -> int:
-        return len(self.queue) + len(self.resumed) + len(self.running)
+        return self.queue.count + len(self.resumed) + len(self.running)
 
     # Time goes by.
 
     def _next(self, before: int | None) -> bool:
         """The start of the next iteration in which something happens, if it comes before `before`."""
         times = self._times
-        time = times[0] if times else before
+        due = bool(times) and (before is None or times[0] < before)
+        time = times[0] if due else before
         if time is None:
             return False
-        if before is not None and before < time:
-            time = before
-        full = self._runs_out(time)
-        if full is not None:
-            self._turn(full)
-            return True
-        if not times or time != times[0] or time == before:
+        capacity = self.capacity
+        if due or (capacity is not None and self.bound > capacity):
+            full = self._pass(time - 1)
+            if full >= 0:
+                self._turn(full)
+                return True
+        if not due:
             return False
         while times and times[0] == time:
             heappop(times)
         self._turn(time)
         return True
 
-    def _runs_out(self, before: int) -> int | None:
-        """The first iteration up to `before` (exclusive) whose growth the memory does not hold."""
-        capacity = self.capacity
-        if capacity is None or self.bound <= capacity or not self._takers:
-            return None
-        steps = before - 1 - self.now
+    def _pass(self, until: int) -> int:
+        """Iterations up to `until` go by; or, returned, those before the first whose growth the memory does not hold."""
+        steps = until - self.now
         if steps <= 0:
-            return None
-        room = capacity - self.held
-        if self._growth(steps) <= room:
-            return None
-        cycles, room = divmod(room, self._takers)
-        time = self.now + cycles * self.block
-        while room >= 0:
-            time += 1
-            room -= self._phases[time % self.block]
-        return time
+            return -1
+        full = -1
+        takers, capacity = self._takers, self.capacity
+        if takers:
+            grown = self._growth(steps)
+            if capacity is not None and self.held + grown > capacity:
+                cycles, room = divmod(capacity - self.held, takers)
+                full = self.now + cycles * self.block
+                while room >= 0:
+                    full += 1
+                    room -= self._phases[full % self.block]
+                steps = full - 1 - self.now
+                grown = self._growth(steps)
+            self.held += grown
+            if self.cached:
+                self._make_room()
+        self.stored += self._writers * steps
+        self.now += steps
+        return full
 
     def _growth(self, steps: int) -> int:
         """Blocks that the next `steps` iterations take, nothing else happening."""
-        cycles, rest = divmod(steps, self.block)
-        grown = cycles * self._takers
-        if rest:
-            first = (self.now + 1) % self.block
-            last = first + rest
-            grown += sum(self._phases[first:last])
-            if last > self.block:
-                grown += sum(self._phases[: last - self.block])
-        return grown
-
-    def _pass(self, until: int) -> None:
-        """Iterations up to `until` go by, and memory suffices."""
-        steps = until - self.now
-        if steps > 0:
-            if self._takers:
-                self.held += self._growth(steps)
-                self._make_room()
-            self.stored += self._writers * steps
-            self.now = until
+        block, phases = self.block, self._phases
+        cycles, rest = divmod(steps, block)
+        first = (self.now + 1) % block
+        last = first + rest
+        grown = cycles * self._takers + sum(phases[first:last])
+        return grown + sum(phases[: last - block]) if last > block else grown
 
     def _make_room(self) -> None:
-        if self.cached and self.capacity is not None:
+        if self.capacity is not None:
             over = self.held + self.cached - self.capacity
             if over > 0:
-                self.evict(over)
+                self._evict(over)
+
+    def _evict(self, count: int) -> None:
+        self.cached -= count
+        self.evicted += count
+        self.gone += count
+
+    def _note_queue(self) -> None:
+        waiting = self.queue.count + len(self.resumed)
+        if waiting > self.peak_queue:
+            self.peak_queue = waiting
 
     def _turn(self, time: int) -> None:
-        """The start of iteration `time`."""
-        self._pass(time - 1)
+        """The start of iteration `time`, all before it having gone by."""
         # Between two turns memory only fills, so the peaks are here.
-        held = self.held
-        if held >= self.peak[0] and (held, self.stored) > self.peak:
-            self.peak = (held, self.stored)
-        if self.stored > self.peak_stored:
-            self.peak_stored = self.stored
-        self.mark(time - self._marked)
+        held, stored = self.held, self.stored
+        if held >= self.peak[0] and (held, stored) > self.peak:
+            self.peak = (held, stored)
+        if stored > self.peak_stored:
+            self.peak_stored = stored
+        if time > self._last_arrival:
+            self._note_queue()
+        span = time - self._marked
+        if self.shared:
+            self.areas.shared += self.shared * span
+        if self.saved:
+            self.areas.saved += self.saved * span
+        elif self.external:
+            self.areas.external += self.external * span
         self._marked = self.now = time
-        for entry in self._ends.pop(time, ()):
-            if entry.live:
-                self._leave(entry, entry.steps, entry.steps)
-                self.finished += 1
-                self.end = time
-                self._blocked = False
-        for entry in self._starts.pop(time, ()):
-            if entry.live:
-                self._begin(entry)
+        if time in self._ends:
+            for entry in self._ends.pop(time):
+                if entry.live:
+                    self._leave(entry, entry.steps, entry.steps)
+                    self.finished += 1
+                    self.end = time
+                    self._blocked = False
+        if time in self._starts:
+            for entry in self._starts.pop(time):
+                if entry.live:
+                    entry.begun = True
+                    self._writers += entry.count
+                    self.begin(entry)
         self.held += self._phases[time % self.block]
         self.stored += self._writers
         if self.capacity is not None and self.held > self.capacity:
             self._preempt()
-        self._make_room()
+        if self.cached:
+            self._make_room()
         if not self._blocked:
             self.external = 0
-            while (self.queue or self.resumed) and self._admit_head():
+            while (self.resumed or self.queue.count) and self._admit_head():
                 pass
+            self._note_queue()
+            if len(self.running) > self.peak_running:
+                self.peak_running = len(self.running)
         if self.cached > self.peak_cached:
             self.peak_cached = self.cached
-        if len(self.running) > self.peak_running:
-            self.peak_running = len(self.running)
-        waiting = len(self.queue) + len(self.resumed)
-        if waiting > self.peak_queue:
-            self.peak_queue = waiting
         if self.saved > self.peak_saved:
             self.peak_saved = self.saved
 
-    def mark(self, span: int) -> None:
-        """Count what stayed as it is for `span` iterations."""
-        self.areas.saved += self.saved * span
-        self.areas.external += self.external * span
-
     def _admit_head(self) -> bool:
+        if self.need and self.capacity is not None and self.held + self.need > self.capacity:
+            self._blocked = True
+            return False
         again = bool(self.resumed)
         request, at, done = self.resumed[0] if again else self.queue.first()
         most = self.setup.max_sequences
@@ -286,6 +310,7 @@ class Simulator:
         if hit < 0:
             self._blocked = True
             return False
+        self.need = 0
         compute = request.input_length + request.sequences * done - hit
         if again:
             self.resumed.popleft()
@@ -314,21 +339,15 @@ class Simulator:
         else:
             there.append(entry)
 
-    def _begin(self, entry: Running) -> None:
-        entry.begun = True
-        self._writers += entry.request.sequences
-        self.begin(entry)
-
     def takes_blocks(self, entry: Running) -> None:
         """From now on each sequence of it takes a block whenever its last one is full."""
-        request = entry.request
-        entry.phase = (entry.start - request.input_length - entry.done) % self.block
-        self._phases[entry.phase] += request.sequences
-        self._takers += request.sequences
+        entry.phase = phase = (entry.start - entry.length - entry.done) % self.block
+        self._phases[phase] += entry.count
+        self._takers += entry.count
 
     def _leave(self, entry: Running, done: int, last: int) -> None:
         """`done` tokens are stored now, `last` were in the iteration before; the two differ where it is cut off."""
-        count = entry.request.sequences
+        count = entry.count
         entry.live = False
         del self.running[entry]
         self.sequences -= count
@@ -344,10 +363,13 @@ class Simulator:
         assert self.capacity is not None
         while self.held > self.capacity:
             if self.cached:
-                self.evict(self.cached)
+                self._evict(self.cached)
             entry = next(reversed(self.running))
             past = self.now - entry.start
             done = entry.done + max(past + 1, 0)
             self._leave(entry, done, entry.done + max(past, 0))
             self.preemptions += 1
+            # It may fit again at once: where it had a copy of a block that others hold, it now finds that block.
+            self._blocked = False
+            self.need = 0
             self.resumed.appendleft((entry.request, self.now, done))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
+import marshal
 from collections import deque
-from typing import IO, Any
+from typing import IO
+
+from kvctl.replay.request import Request
+
+Waiting = tuple[Request, int, int]
+"""A request, the iteration since when it waits, and the output tokens that its sequences had stored."""
 
 
 class SpillQueue:
@@ -12,17 +17,15 @@ class SpillQueue:
 
     def __init__(self, keep: int = 4096) -> None:
         self._keep = keep
-        self._head: deque[Any] = deque()
-        self._tail: list[Any] = []
+        self._head: deque[Waiting] = deque()
+        self._tail: list[Waiting] = []
         self._file: IO[bytes] | None = None
         self._chunks: deque[tuple[int, int]] = deque()
         self._end = 0
+        self.count = 0
 
-    def __len__(self) -> int:
-        # Every chunk on disk has `keep` // 2 items.
-        return len(self._head) + len(self._chunks) * (self._keep // 2) + len(self._tail)
-
-    def append(self, item: Any) -> None:
+    def append(self, item: Waiting) -> None:
+        self.count += 1
         if not self._chunks and not self._tail and len(self._head) < self._keep // 2:
             self._head.append(item)
             return
@@ -30,15 +33,16 @@ class SpillQueue:
         if len(self._tail) == self._keep // 2:
             self._write()
 
-    def first(self) -> Any:
+    def first(self) -> Waiting:
         """The oldest item, which stays; only of a queue that is not empty."""
         if not self._head:
             self._refill()
         return self._head[0]
 
-    def popleft(self) -> Any:
+    def popleft(self) -> Waiting:
         if not self._head:
             self._refill()
+        self.count -= 1
         return self._head.popleft()
 
     def _write(self) -> None:
@@ -46,7 +50,7 @@ class SpillQueue:
             import tempfile
 
             self._file = tempfile.TemporaryFile(prefix="kvctl-")  # noqa: SIM115 (lives as long as the queue)
-        data = pickle.dumps(self._tail, pickle.HIGHEST_PROTOCOL)
+        data = marshal.dumps([(request.__dict__, at, done) for request, at, done in self._tail])
         self._file.seek(self._end)
         self._file.write(data)
         self._chunks.append((self._end, len(data)))
@@ -57,7 +61,11 @@ class SpillQueue:
         if self._chunks and self._file is not None:
             start, size = self._chunks.popleft()
             self._file.seek(start)
-            self._head.extend(pickle.loads(self._file.read(size)))  # our own file, which no one else can open
+            rows = marshal.loads(self._file.read(size))  # our own file, which has no name
+            for values, at, done in rows:
+                request = Request.__new__(Request)
+                request.__dict__.update(values)
+                self._head.append((request, at, done))
             if not self._chunks:
                 self._end = 0
         else:

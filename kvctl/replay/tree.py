@@ -115,14 +115,16 @@ class Tree:
         """Forget so many blocks of those that nobody holds; there must be as many."""
         unheld = self._unheld
         while count:
-            node = next(iter(unheld))
-            assert node.parent is not None and not node.children
+            node, _ = unheld.popitem(last=False)
+            parent = node.parent
+            assert parent is not None
             size = node.end - node.start
             if size > count:
                 node.end -= count
                 node.keys = node.keys[: -(-node.end // self.per_unit) - node.start // self.per_unit]
+                unheld[node] = None
+                unheld.move_to_end(node, last=False)
                 return
-            del unheld[node]
-            del node.parent.children[node.keys[0]]
+            del parent.children[node.keys[0]]
             node.parent = None
             count -= size

@@ -10,17 +10,17 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 
-from kvctl.allocation import Serving
-from kvctl.engines.budget import Part
+from kvctl.allocation import Part, Serving
 from kvctl.engines.llama_cpp.builds import rules
 from kvctl.engines.llama_cpp.compute import Batch, Shape, compute_buffer
 from kvctl.engines.llama_cpp.plan import Laid, layout, ubatch_of
 from kvctl.engines.llama_cpp.styles import STYLES, shape_of
 from kvctl.errors import UsageError
 from kvctl.record import Record
-from kvctl.spec import ModelSpec
+from kvctl.spec import Empty, ModelSpec
 from kvctl.units import format_bytes
 
 MIB = 2**20
@@ -211,3 +211,42 @@ def kv_budget(
 ) -> int:
     """Bytes for the cache on one device; `weights_bytes` are those that lie there (`gpu_weights`)."""
     return free_bytes - weights_bytes - sum(part.bytes for part in parts)
+
+
+def _tied(spec: ModelSpec) -> bool:
+    from kvctl.families import text_fields
+    from kvctl.families.fields import Fields
+    from kvctl.parameters import tied
+
+    root = Fields(spec.config)
+    return tied(root, text_fields(root))
+
+
+class Place(Record):
+    """What of the model lies on one device."""
+
+    weights: int
+    share: Fraction
+    """Of the cache: its part of the layers that have one."""
+    layers: int
+    head: bool
+
+
+def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
+    """What lies on each of several devices with all layers offloaded; layers count alike, as llama.cpp counts them."""
+    split = layer_split(len(spec.layers), free)
+    there = gpu_weights(spec)
+    total = weights_bytes if there is None else there
+    words = (spec.vocab_size or 0) * (spec.hidden_size or 0)
+    parameters = spec.weights.parameters if spec.weights is not None else None
+    head = weights_bytes * words // parameters if parameters else 0
+    if there is None and not _tied(spec):
+        total -= head  # embeddings stay in host memory
+    owners = [any(not isinstance(state, Empty) for state in layer.states_in("llama.cpp")) for layer in spec.layers]
+    out, first = [], split.on_cpu
+    for device, count in enumerate(split.layers):
+        owned = sum(owners[first : first + count])
+        first += count
+        weights = (total - head) * count // len(spec.layers) + (head if split.head == device else 0)
+        out.append(Place(weights, Fraction(owned, sum(owners) or 1), count, split.head == device))
+    return tuple(out)

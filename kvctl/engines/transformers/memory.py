@@ -46,7 +46,38 @@ _FUSED = frozenset(["chatglm", "dbrx", "glm", "glm4", "phi3"])
 _CHAINED = frozenset(("gpt2", "gpt-sw3"))
 """Activations that are many operations."""
 EAGER = frozenset(
-    ["big_bird", "bigbird_pegasus", "bloom", "cpmant", "deepseek_v4", "flint", "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_loop_text", "inkling2_text", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "rembert", "roformer", "trocr", "vaultgemma", "xglm", "xlm", "xlnet"]
+    [
+        "big_bird",
+        "bigbird_pegasus",
+        "bloom",
+        "cpmant",
+        "deepseek_v4",
+        "flint",
+        "gemma2",
+        "git",
+        "got_ocr2",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "inkling2_loop_text",
+        "inkling2_text",
+        "megatron-bert",
+        "mimo_v2_flash",
+        "mpt",
+        "mvp",
+        "openai-gpt",
+        "prophetnet",
+        "rembert",
+        "roformer",
+        "trocr",
+        "vaultgemma",
+        "xglm",
+        "xlm",
+        "xlnet",
+    ]
 )
 """Types whose classes have no SDPA, and build the scores of all heads."""
 
