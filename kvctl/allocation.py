@@ -193,6 +193,8 @@ class Allocation(Record):
     held: int | None = None
     """Requests of this length that the budget holds at once, 0 where the engine does not start; None where it
     allocates for the workload, and `reserved_bytes` is what the budget has to cover."""
+    beside: tuple[int, ...] = ()
+    """Of what every rank reserves, bytes that lie beside the pool and are none of its budget; empty where nothing does."""
 
     @property
     def blocks_are_alike(self) -> bool:
@@ -206,7 +208,7 @@ class Allocation(Record):
 
     def to_dict(self) -> dict[str, Any]:
         out = {
-            name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence", "held")
+            name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence", "held", "beside")
         }
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]

@@ -216,6 +216,7 @@ class Room:
             held,
             guesses,
         )
+        self._beside: tuple[int, ...] | None = None
         self.more = more
         self._rank_of: dict[tuple[Any, ...], Rank] = {}
         self._longest: dict[int, int | None] = {}
@@ -225,15 +226,26 @@ class Room:
         """Every rank's memory for requests of at most `context` tokens."""
         if self.engine.rows and self.laid.serving.cache_implementation != "paged":
             context *= sequences  # prompts of a batch run through the model together
+        beside = self._beside_pool() or (0,)
         return tuple(
-            self._rank(device, self.weights[index % len(self.weights)], context, self.more[index] if self.more else {})
+            self._rank(
+                device, self.weights[index % len(self.weights)], beside[index % len(beside)], context,
+                self.more[index] if self.more else {},
+            )  # fmt: skip
             for index, device in enumerate(self.laid.devices)
         )
 
-    def _rank(self, device: Device, weights: int, context: int, more: dict[str, Any]) -> Rank:
+    def _beside_pool(self) -> tuple[int, ...]:
+        """Bytes of the cache on every rank that are none of the pool's budget, whatever the workload."""
+        if self._beside is None:
+            _, allocation = self.held(1, 1, self.laid.serving.replace(kv_budget=None))
+            self._beside = allocation.beside if allocation is not None else ()
+        return self._beside
+
+    def _rank(self, device: Device, weights: int, beside: int, context: int, more: dict[str, Any]) -> Rank:
         serving, total = self.laid.serving, device.cuda_bytes
         free = total if device.free_bytes is None else min(device.free_bytes, total)
-        key = (device.name, total, free, weights, context, *more.values())
+        key = (device.name, total, free, weights, beside, context, *more.values())
         if key in self._rank_of:
             return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
         memory = self.engine.memory
@@ -245,6 +257,8 @@ class Room:
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
                 version=self.engine.version, context=context, **more,
             )  # fmt: skip
+        if beside:
+            parts += (Part("recurrent states", beside, True, "for as many sequences as a batch may have"),)
         if serving.kv_budget is not None:
             budget = serving.kv_budget
         elif serving.device == "cpu":
@@ -271,7 +285,9 @@ class Room:
             kv = tuple(-(-need * share.numerator // share.denominator) for share in self.shares)
         elif allocation is not None:
             rows = allocation.per_rank
-            kv = tuple(rows[index % len(rows)].reserved_bytes for index in range(len(ranks)))
+            beside = allocation.beside or (0,) * len(rows)
+            pooled = [row.reserved_bytes - other for row, other in zip(rows, beside, strict=True)]
+            kv = tuple(pooled[index % len(pooled)] for index in range(len(ranks)))
         else:
             kv = (need,) * len(ranks)
         short = _shortage(budget, need, each, allocation, context)
