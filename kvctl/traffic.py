@@ -53,6 +53,11 @@ def replayed(
         raise UsageError("a replay is for one model, context, format and engine", hint="--ctx 32k")
     (result,) = report.results
     block, size, capacity, notes = _pool(result)
+    if traffic.workload is not None:
+        from kvctl.replay.presets import PRESETS
+
+        mix = PRESETS[traffic.workload]
+        notes.insert(0, f"{mix.name}: {mix.source}; assumed: {mix.assumed}")
     setup = Setup(
         block_size=block,
         capacity_blocks=capacity,
