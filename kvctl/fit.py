@@ -495,11 +495,13 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
     parts = list(rank.parts)
     device = rank.device.cuda_bytes
     left = device - rank.taken - rank.budget  # what the engine leaves alone
-    others = min(rank.device.used_by_others, max(left, 0))
-    if others:
-        parts.append(Part("other processes", others, False, f"{others:,} bytes are held by other processes"))
-    if left > others:
-        parts.append(Part("left free", left - others, False, room.left_words(rank.device)))
+    used = min(max(0, device - rank.device.free_bytes), max(left, 0)) if rank.device.free_bytes is not None else 0
+    if used:
+        held = rank.device.used_by_others
+        rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")
+        parts.append(Part("in use", used, False, rule))
+    if left > used:
+        parts.append(Part("left free", left - used, False, room.left_words(rank.device)))
     if left < 0 and pool and rank.budget > kv:
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))
