@@ -366,9 +366,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_trace():
     def peak(count):
-        run = subprocess.run(
-            [sys.executable, "-c", MEMORY, str(count)], capture_output=True, text=True, check=True
-        )
+        run = subprocess.run([sys.executable, "-c", MEMORY, str(count)], capture_output=True, text=True, check=True)
         return int(run.stdout)
 
     assert peak(100_000) < 1.3 * peak(10_000)
