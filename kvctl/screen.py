@@ -141,7 +141,8 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     """Name, size for people, exact number and what it is."""
     need = ", what the architecture needs" if result.allocation else ""
     rows = [("KV cache", format_bytes(result.kv_bytes), f"{result.kv_bytes:,} bytes in {format_words(result)}{need}")]
-    rows += _allocation(result)
+    if result.fit is None or result.formulas:
+        rows += _allocation(result)  # beside a fit only where every step is asked for
     exact = result.kv_bytes_per_token_exact
     if result.kv_bytes_per_token:
         each = f"{exact} bytes" if exact else f"{result.kv_bytes_per_token:,} bytes"
@@ -158,7 +159,7 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
         origin += f"; {result.weights.scheme}"
     if result.weights_bytes is not None:
         rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{origin}"))
-        if result.allocation is None:
+        if result.allocation is None and result.fit is None:
             rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
     elif result.model.source != "shape":
         rows.append(("weights", "unknown", f"{count}{origin}"))
