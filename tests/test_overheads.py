@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from functools import cache
 
 import pytest
 from conftest import DATA
 
 from kvctl.allocation import Serving
+from kvctl.engines import ollama_memory as ollama
 from kvctl.engines.budget import Part
 from kvctl.engines.llama_cpp.memory import Split, layer_split
 from kvctl.engines.sglang import memory as sglang
 from kvctl.engines.sglang.fraction import default_start, for_images
 from kvctl.engines.tensorrt_llm import memory as tensorrt
-from kvctl.errors import UsageError
+from kvctl.errors import KvctlError, UsageError
 from kvctl.model import build_spec
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
@@ -186,3 +188,48 @@ def test_shares_that_cannot_be() -> None:
     for free, shares in (([], None), ([0, 0], None), ([1, 1], (-1.0, 2.0)), ([1], (float("nan"),))):
         with pytest.raises(UsageError):
             layer_split(32, free, shares)
+
+
+# -- Ollama ---------------------------------------------------------------------------------
+
+
+def test_the_context_that_ollama_takes() -> None:
+    # server/routes.go: 256k from 47 GiB of all GPUs on, 32k from 23 GiB on, else 4k
+    assert [ollama.default_context([gib * GIB], None) for gib in (8, 22, 23, 24, 46, 47, 80)] == [
+        4096, 4096, 32_768, 32_768, 32_768, 262_144, 262_144]  # fmt: skip
+    assert ollama.default_context([24 * GIB, 24 * GIB], 131_072) == 131_072
+    # server/sched.go: what it tries when a load runs out of memory
+    assert [ollama.lower_context(tokens) for tokens in (262_144, 32_768, 8192, 4096, 2048)] == [
+        32_768,
+        4096,
+        4096,
+        None,
+        None,
+    ]
+
+
+def test_what_ollama_expects() -> None:
+    # Llama 3.1 8B, num_ctx 8,192: 2 × 32 layers × 8 heads × 128 × 8,192 tokens × 2 bytes = 1 GiB, and 768 MiB for batches of 1,024
+    spec = known("meta-llama/Llama-3.1-8B-Instruct")
+    assert ollama.expected(spec, Serving(), file_bytes=5 * GIB, context=8192) == 5 * GIB + GIB + 768 * 2**20
+    # 2 GiB for those of 2,048, which a context above 32,768 brings
+    assert ollama.expected(spec, Serving(), file_bytes=0, context=65_536) == 8 * GIB + 2 * GIB
+    parts = ollama.overheads(
+        spec, Serving(), dtype_bytes=2, device_bytes=24 * GIB, gpu_name=None, version=None, context=8192
+    )
+    assert [part.name for part in parts] == ["runtime", "compute buffer", "margin"]
+
+
+@pytest.mark.parametrize("number", [True, -3, 1.5, "many", None, 2**70, [1, "x"], {}])
+def test_widths_of_hostile_configurations(number: object) -> None:
+    """One plain line, or the width that stands elsewhere; never a traceback."""
+    spec = known("Qwen/Qwen3-8B")
+    for name in ("intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        hostile = spec.replace(config={**spec.config, name: number})
+        with suppress(KvctlError):
+            parts = tensorrt.overheads(
+                hostile, Serving(), dtype_bytes=2, device_bytes=GIB, gpu_name=None, version=None, context=8
+            )
+            assert all(0 <= part.bytes < 2**62 for part in parts)
+    vision = {"num_hidden_layers": number, "hidden_size": number}
+    assert 0.7 < for_images(vision) < 1

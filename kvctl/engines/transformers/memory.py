@@ -47,7 +47,38 @@ _FUSED = frozenset(["chatglm", "dbrx", "glm", "glm4", "phi3"])
 _CHAINED = frozenset(("gpt2", "gpt-sw3"))
 """Activations that are many operations."""
 EAGER = frozenset(
-    ["big_bird", "bigbird_pegasus", "bloom", "cpmant", "deepseek_v4", "flint", "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_loop_text", "inkling2_text", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "rembert", "roformer", "trocr", "vaultgemma", "xglm", "xlm", "xlnet"]
+    [
+        "big_bird",
+        "bigbird_pegasus",
+        "bloom",
+        "cpmant",
+        "deepseek_v4",
+        "flint",
+        "gemma2",
+        "git",
+        "got_ocr2",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "inkling2_loop_text",
+        "inkling2_text",
+        "megatron-bert",
+        "mimo_v2_flash",
+        "mpt",
+        "mvp",
+        "openai-gpt",
+        "prophetnet",
+        "rembert",
+        "roformer",
+        "trocr",
+        "vaultgemma",
+        "xglm",
+        "xlm",
+        "xlnet",
+    ]
 )
 """Types whose classes have no SDPA, and build the scores of all heads."""
 
@@ -76,7 +107,24 @@ def overheads(
     if serving.cache_implementation in (None, "dynamic") and (layer := _widest_layer(spec, context, dtype_bytes)):
         parts.append(Part("cache growth", layer, estimated=False, rule=(
             f"every step writes a layer's cache anew before it lets the old one go: {format_bytes(layer)} of the widest")))  # fmt: skip
+    if serving.cache_implementation == "quantized":
+        copy = 2 * _widest_layer(spec, context, dtype_bytes)
+        parts.append(Part("dequantised layer", copy, estimated=True, rule=(
+            f"attention reads a layer's keys and values dequantised: {format_bytes(copy)} of the widest, once a step")))  # fmt: skip
     return tuple(parts)
+
+
+def layer_split(layers: int, devices: int) -> tuple[int, ...]:
+    """Layers by device with device_map="auto", estimated: accelerate fills devices evenly by bytes, the first ones fuller.
+
+    Raises:
+        UsageError: no devices.
+
+    """
+    if devices < 1:
+        raise UsageError("--gpu: layers need at least one device")
+    each, more = divmod(layers, devices)
+    return tuple(each + (index < more) for index in range(devices))
 
 
 def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager: bool = False) -> tuple[int, str]:
