@@ -167,3 +167,29 @@ def test_a_model_without_widths_is_refused() -> None:
     spec = build_spec(catalogue.find("Qwen/Qwen3-8B")).replace(config={})
     with pytest.raises(ConfigError, match="width"):
         memory.overheads(spec, Serving(), dtype_bytes=2, device_bytes=1, gpu_name=None, version=None, context=8192)
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "slots", "mib"),
+    [
+        # Logs of 2026 of models whose graphs are laid out as if they were Llama's: mostly logits and masks
+        ("Qwen/Qwen3.5-9B", 32_768, 2, 501.00),
+        ("Qwen/Qwen3.5-9B", 262_144, 2, 808.02),
+        ("Qwen/Qwen3.6-27B", 200_192, 1, 654.78),
+    ],
+)
+def test_hybrids_are_estimated_within_four_per_cent(model: str, context: int, slots: int, mib: float) -> None:
+    spec = build_spec(catalogue.find(model))
+    parts = memory.overheads(
+        spec,
+        Serving(slots=slots, unified=True),
+        dtype_bytes=2,
+        device_bytes=0,
+        gpu_name=None,
+        version="b8390",
+        context=context,
+    )
+    buffer = next(part for part in parts if part.name == "compute buffer")
+    assert buffer.estimated
+    assert "as if the architecture were Llama's" in buffer.rule
+    assert buffer.bytes / MIB == pytest.approx(mib, rel=0.04)

@@ -18,6 +18,7 @@ from kvctl.allocation import Serving
 from kvctl.engines import ollama_memory as ollama
 from kvctl.engines.budget import Part
 from kvctl.engines.llama_cpp.memory import Split, layer_split
+from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang import memory as sglang
 from kvctl.engines.sglang.fraction import default_start, for_images
 from kvctl.engines.tensorrt_llm import memory as tensorrt
@@ -138,6 +139,24 @@ def test_fractions_that_sglang_refuses() -> None:
         with pytest.raises(UsageError, match="mem-fraction-static"):
             sglang.overheads(known("Qwen/Qwen3-8B"), Serving(utilization=bad), dtype_bytes=2, device_bytes=80 * GIB,
                              gpu_name=None, version=None, context=1)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("total", "before", "ranks"),
+    [
+        # what torch says a GPU has, and "Load weight begin. avail mem", in GiB
+        (23.5, 22.76, 1),  # RTX 4090, February 2025
+        (15.7, 15.33, 1),  # a GPU of 16 GB, December 2025
+        (139.8, 137.29, 8),  # H200: sgl-project/sglang#11716
+        (178.35, 175.34, 8),  # B200, August 2025
+        (139.8, 137.90, 8),  # H200: SemiAnalysisAI/InferenceX#2128
+        (95.0, 93.99, 8),  # eight GPUs of 96 GB without NVLink
+    ],
+)
+def test_what_a_process_takes_before_it_loads_anything(total: float, before: float, ranks: int) -> None:
+    """An estimate, within 1.5 GiB of every log."""
+    assert runtime(ranks).estimated
+    assert runtime(ranks).bytes / GIB == pytest.approx(total - before, abs=1.5)
 
 
 # -- TensorRT-LLM ---------------------------------------------------------------------------
