@@ -9,7 +9,7 @@ from kvctl.record import Record
 from kvctl.spec import Attention, ModelSpec
 
 _MOST_USED = 1024
-"""Experts for a token; published models have 22 at most."""
+"""Experts for a token, far above those of published models."""
 
 
 class Widths(Record):
