@@ -239,7 +239,5 @@ def test_gpus_are_listed(kvctl: Run) -> None:
 
 
 def test_formats_side_by_side(kvctl: Run) -> None:
-    table = kvctl(
-        "size", "Qwen3-32B", "--ctx", "8k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8"
-    ).out
+    table = kvctl("size", "Qwen3-32B", "--ctx", "8k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8").out
     assert re.search(r"Qwen3-32B bf16 .* yes .*\n.*Qwen3-32B fp8 .* yes ", table)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from functools import cache
 
 import pytest
 from conftest import DATA
 
 from kvctl.allocation import Part, Serving
+from kvctl.engines import ollama_memory as ollama
 from kvctl.engines.llama_cpp.memory import Split, layer_split
+from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang import memory as sglang
 from kvctl.engines.sglang.fraction import default_start, for_images
 from kvctl.engines.tensorrt_llm import memory as tensorrt
-from kvctl.errors import UsageError
+from kvctl.errors import KvctlError, UsageError
 from kvctl.model import build_spec
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
@@ -35,7 +38,7 @@ def known(name: str) -> ModelSpec:
 
 
 def test_default_fractions_of_every_release() -> None:
-    """36,918 defaults, made by the releases' own functions: 0.4.4 to 0.5.22, GPUs of 15 to 179 GiB, ranks, drafts."""
+    """38,088 defaults, made by the releases' own functions: 0.4.4 to 0.5.22, GPUs of 15 to 179 GiB, ranks, drafts."""
     found = json.loads(gzip.decompress((DATA / "sglang_fractions.json.gz").read_bytes()))
     checked = 0
     for group in found["groups"]:
@@ -47,7 +50,7 @@ def test_default_fractions_of_every_release() -> None:
                 assert got.fraction == pytest.approx(fraction, abs=1e-12), (version, memory, tp, drafting)
                 assert got.chunk == chunked
                 checked += 1
-    assert checked > 36_000
+    assert checked == 38_088
 
 
 LOGS = [
@@ -137,6 +140,24 @@ def test_fractions_that_sglang_refuses() -> None:
                              gpu_name=None, version=None, context=1)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("total", "before", "ranks"),
+    [
+        # about what CUDA sees of a GPU, and "Load weight begin. avail mem" in logs, in GiB
+        (23.5, 22.76, 1),  # RTX 4090, February 2025
+        (15.7, 15.33, 1),  # a GPU of 16 GB, December 2025
+        (139.8, 137.29, 8),  # H200: sgl-project/sglang#11716
+        (178.35, 175.34, 8),  # B200, August 2025
+        (139.8, 137.90, 8),  # H200: SemiAnalysisAI/InferenceX#2128
+        (95.0, 93.99, 8),  # eight GPUs of 96 GB without NVLink
+    ],
+)
+def test_what_a_process_takes_before_it_loads_anything(total: float, before: float, ranks: int) -> None:
+    """An estimate, within 1.5 GiB of every log."""
+    assert runtime(ranks).estimated
+    assert runtime(ranks).bytes / GIB == pytest.approx(total - before, abs=1.5)
+
+
 # -- TensorRT-LLM ---------------------------------------------------------------------------
 
 
@@ -185,3 +206,48 @@ def test_shares_that_cannot_be() -> None:
     for free, shares in (([], None), ([0, 0], None), ([1, 1], (-1.0, 2.0)), ([1], (float("nan"),))):
         with pytest.raises(UsageError):
             layer_split(32, free, shares)
+
+
+# -- Ollama ---------------------------------------------------------------------------------
+
+
+def test_the_context_that_ollama_takes() -> None:
+    # server/routes.go: 256k from 47 GiB of all GPUs on, 32k from 23 GiB on, else 4k
+    assert [ollama.default_context([gib * GIB], None) for gib in (8, 22, 23, 24, 46, 47, 80)] == [
+        4096, 4096, 32_768, 32_768, 32_768, 262_144, 262_144]  # fmt: skip
+    assert ollama.default_context([24 * GIB, 24 * GIB], 131_072) == 131_072
+    # server/sched.go: what it tries when a load runs out of memory
+    assert [ollama.lower_context(tokens) for tokens in (262_144, 32_768, 8192, 4096, 2048)] == [
+        32_768,
+        4096,
+        4096,
+        None,
+        None,
+    ]
+
+
+def test_what_ollama_expects() -> None:
+    # Llama 3.1 8B, num_ctx 8,192: 2 × 32 layers × 8 heads × 128 × 8,192 tokens × 2 bytes = 1 GiB, and 768 MiB for batches of 1,024
+    spec = known("meta-llama/Llama-3.1-8B-Instruct")
+    assert ollama.expected(spec, Serving(), file_bytes=5 * GIB, context=8192) == 5 * GIB + GIB + 768 * 2**20
+    # 2 GiB for those of 2,048, which a context above 32,768 brings
+    assert ollama.expected(spec, Serving(), file_bytes=0, context=65_536) == 8 * GIB + 2 * GIB
+    parts = ollama.overheads(
+        spec, Serving(), dtype_bytes=2, device_bytes=24 * GIB, gpu_name=None, version=None, context=8192
+    )
+    assert [part.name for part in parts] == ["runtime", "compute buffer", "margin"]
+
+
+@pytest.mark.parametrize("number", [True, -3, 1.5, "many", None, 2**70, [1, "x"], {}])
+def test_widths_of_hostile_configurations(number: object) -> None:
+    """One plain line, or the width that stands elsewhere; never a traceback."""
+    spec = known("Qwen/Qwen3-8B")
+    for name in ("intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        hostile = spec.replace(config={**spec.config, name: number})
+        with suppress(KvctlError):
+            parts = tensorrt.overheads(
+                hostile, Serving(), dtype_bytes=2, device_bytes=GIB, gpu_name=None, version=None, context=8
+            )
+            assert all(0 <= part.bytes < 2**62 for part in parts)
+    vision = {"num_hidden_layers": number, "hidden_size": number}
+    assert 0.7 < for_images(vision) < 1

@@ -8,6 +8,9 @@ from kvctl.families.fields import Fields
 from kvctl.record import Record
 from kvctl.spec import Attention, ModelSpec
 
+_MOST_USED = 1024
+"""Experts for a token, far above those of published models."""
+
 
 class Widths(Record):
     """Elements of one token's row, by where it arises."""
@@ -29,6 +32,8 @@ class Widths(Record):
     shared: int
     """The inner width of the experts that every token goes through."""
     heads: int
+    dense: int = 0
+    """First layers that have no experts."""
 
 
 def widths(spec: ModelSpec) -> Widths:
@@ -57,21 +62,25 @@ def widths(spec: ModelSpec) -> Widths:
     values = widest.kv_heads * widest.value_dim if widest is not None else hidden
     experts = _first(f, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     feed = _first(f, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "inner_dim")
-    expert, used, shared = 0, 0, 0
+    expert, used, shared, dense = 0, 0, 0, 0
     if experts > 1:
         expert = _first(f, "moe_intermediate_size", "expert_ffn_hidden_size") or feed
         used = _first(f, "num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k") or 1
+        if used > min(experts, _MOST_USED):
+            raise ConfigError(f"{spec.id}: {used:,} of {experts:,} experts for each token cannot be")
         shared = _first(f, "shared_expert_intermediate_size", "shared_intermediate_size")
         shared = shared or expert * _first(f, "n_shared_experts", "num_shared_experts")
         if not _first(f, "moe_intermediate_size", "expert_ffn_hidden_size"):
             feed = 0  # every layer is a mixture
+        elif feed:
+            dense = _first(f, "first_k_dense_replace")
     if not feed and not expert:
         if f.has("n_embd") or f.type in ("gpt2", "gptj", "bloom", "falcon", "mpt"):
             feed = 4 * hidden  # what these classes make of a width that is not named
         else:
             raise ConfigError(f"{spec.id}: intermediate_size is not in the configuration, and activations depend on it",
                               hint="--set it, or give the measured overhead")  # fmt: skip
-    return Widths(hidden, spec.vocab_size, heads * dim, keys, values, feed, expert, used, experts, shared, heads)
+    return Widths(hidden, spec.vocab_size, heads * dim, keys, values, feed, expert, used, experts, shared, heads, dense)
 
 
 def _first(f: Fields, *names: str) -> int:

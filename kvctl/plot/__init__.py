@@ -48,7 +48,7 @@ def render(chart: Chart, kind: str) -> bytes:
 
 def terminal(chart: Chart, width: int, height: int, *, colour: bool, unicode: bool) -> str:
     """The chart as lines of at most `width` columns; the last one ends in a newline too."""
-    from kvctl.plot.terminal import drawn
+    from kvctl.plot.text import drawn
 
     return drawn(checked(chart), width, height, colour=colour, unicode=unicode)
 

@@ -23,6 +23,8 @@ class Style(Record):
     parallel: bool = False
     """The feed-forward part reads what attention read."""
     rope: bool = True
+    layer_norm: bool = False
+    """Norms subtract the mean: they never write over what they read."""
     norm_first: bool = True
     """Whether attention and the feed-forward part read normed states, and not the residual itself."""
     capped: bool = False
@@ -66,10 +68,17 @@ class Batch(Record):
     """Whether this device makes the logits."""
     copies: int = 1
     """Of all inputs, so that devices work on several batches at a time."""
+    age: int = 3
+    """Of the build: 3 from b9842 on; 2, masks come in float32 and are cast; 1, embeddings have no input of their own;
+    0, gates and their activation write over each other, and nothing says where cells are."""
 
 
 def compute_buffer(shape: Shape, batch: Batch) -> int:
-    """Bytes of the compute buffer of one device that runs all layers and the head."""
+    """Bytes of the compute buffer of one device that runs all layers and perhaps the head."""
+    if not shape.windowed and shape.layers > shape.dense:
+        # Equal layers lay out the same memory again and again, often in turns: a few of each kind show all there is.
+        dense, rest = min(shape.dense, 4 + shape.dense % 2), shape.layers - shape.dense
+        shape = shape.replace(dense=dense, layers=dense + min(rest, 8 + rest % 2))
     return _Builder(shape, batch).graph.peak(128 if batch.gpu else 32)
 
 
@@ -87,10 +96,10 @@ class _Builder:
         else:
             x = Tensor(s.hidden * t * 4, (outside, Tensor(4 * t)), shape=(s.hidden, t))
             self.graph.expand(x)
-            self.graph.expand(Tensor(s.hidden * t * 4))  # embeddings that come instead of tokens
+            if batch.age > 1:
+                self.graph.expand(Tensor(s.hidden * t * 4))  # embeddings that come instead of tokens
         self.positions = self._input(4 * t)
-        bits = 2 if batch.flash else 4
-        self.caches = [self._cache(batch.cells, bits), self._cache(batch.window_cells, bits)]
+        self.caches = [self._cache(batch.cells), self._cache(batch.window_cells)]
         self.picked = self._input(4 * batch.outputs)
         for layer in range(s.layers):
             x = self._layer(x, layer)
@@ -107,11 +116,16 @@ class _Builder:
             self.graph.expand(Tensor(size))
         return Tensor(size, kept=several, shape=shape)
 
-    def _cache(self, cells: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _cache(self, cells: int) -> tuple[Tensor, Tensor, Tensor]:
         """Where keys and values go, and the mask."""
-        s, t = self.shape, self.batch.tokens
-        values = t if self.batch.flash else t * s.kv_heads * s.value
-        return self._input(8 * t), self._input(8 * values), self._input(cells * t * bits)
+        s, b = self.shape, self.batch
+        keys = b.tokens if b.age else 0
+        values = keys if b.flash else keys * s.kv_heads * s.value
+        cast = b.flash and b.age < 3
+        mask = self._input(cells * b.tokens * (2 if b.flash and not cast else 4))
+        if cast:
+            mask = Tensor(cells * b.tokens * 2, (mask,))
+        return self._input(8 * keys), self._input(8 * values), mask
 
     # -- operations ------------------------------------------------------------------------
 
@@ -123,7 +137,8 @@ class _Builder:
         return Tensor(x.size, (x, *others), inplace=True, shape=x.shape)
 
     def _norm(self, x: Tensor) -> Tensor:
-        return self._onto(self._onto(x), self.outside)
+        plain = Tensor(x.size, (x,), inplace=not self.shape.style.layer_norm, shape=x.shape)
+        return self._onto(plain, self.outside)
 
     @staticmethod
     def _view(x: Tensor, *shape: int) -> Tensor:
@@ -206,10 +221,15 @@ class _Builder:
     def _dense(self, x: Tensor, width: int) -> Tensor:
         up = self._product(width, x)
         if self.shape.style.gated:
-            up = Tensor(up.size, (self._product(width, x), up), shape=up.shape)
+            up = self._gated(self._product(width, x), up)
         else:
             up = self._onto(up)
         return self._product(self.shape.hidden, up)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if not self.batch.age:
+            return self._onto(self._onto(gate), up)
+        return Tensor(up.size, (gate, up), shape=up.shape)
 
     def _experts(self, x: Tensor) -> Tensor:
         s, g, t = self.shape, self.graph, x.shape[-1]
@@ -227,7 +247,7 @@ class _Builder:
             return Tensor(width * s.used * t * 4, (self.outside, source, chosen), shape=(width, s.used, t))
 
         up = routed(s.expert, rows)
-        inner = Tensor(up.size, (routed(s.expert, rows), up), shape=up.shape) if s.style.gated else self._onto(up)
+        inner = self._gated(routed(s.expert, rows), up) if s.style.gated else self._onto(up)
         down = self._onto(routed(s.hidden, inner), weights)
         g.expand(down)
         views = [Tensor(s.hidden * t * 4, (down,), root=down, shape=(s.hidden, t)) for _ in range(s.used)]

@@ -17,7 +17,7 @@ from kvctl.allocation import Part, Serving
 from kvctl.engines.llama_cpp.builds import rules
 from kvctl.engines.llama_cpp.compute import Batch, Shape, compute_buffer
 from kvctl.engines.llama_cpp.plan import Laid, layout, ubatch_of
-from kvctl.engines.llama_cpp.styles import STYLES, shape_of
+from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.spec import Empty, ModelSpec
@@ -30,6 +30,10 @@ CONTEXT = 550 * MIB
 """CUDA's context, kernels and cuBLAS: memory that llama.cpp's own breakdown calls unaccounted."""
 _COPIES = 4
 """Of a device's inputs, where several devices work on batches at a time (GGML_SCHED_MAX_COPIES)."""
+_AGES = ((9842, 3), (8095, 2), (6122, 1), (0, 0))
+"""Builds from which graphs are laid out in a new way, and what `Batch.age` calls it."""
+_LAST = (5640, 7698, 8390)
+"""The last measured builds before these."""
 _FITS_SINCE = 7698
 """The first measured build with --fit."""
 _FEW_OUTPUTS_SINCE, _ALL_OUTPUTS_UNTIL = 9842, 8390
@@ -118,30 +122,50 @@ def overheads(
 ) -> tuple[Part, ...]:
     """What is neither weights nor cache on one GPU that runs `layers` of the model (all without it) and perhaps the head.
 
-    `context` is -c: the tokens of all slots together. Outputs and embeddings are in host memory: `host_parts`.
+    `context` is -c: the tokens of all slots together. Outputs and embeddings are in host memory: `host_parts`. The
+    compute buffer of known architectures is the CPU library's own to the byte; CUDA's fused kernels keep single tensors
+    longer, which adds up to 3% in published logs.
     """
     by, _ = rules(version)
     laid = layout(by, spec, context, serving)
     shape = shape_of(spec, laid, serving)
     shape = shape.replace(layers=len(spec.layers) if layers is None else layers)
-    batch = _batch(shape, laid, serving, version, gpu=True, spec=spec)
+    gpu = serving.device != "cpu"
+    batch = _batch(shape, laid, serving, version, gpu=gpu, spec=spec)
     batch = batch.replace(head=head, copies=_COPIES if devices > 1 and not serving.kv_on_host else 1)
     size = compute_buffer(shape, batch)
-    exact = spec.model_type in STYLES and devices == 1 and not serving.kv_on_host
-    flash = "with flash attention" if laid.flash else "without flash attention"
+    compute = Part("compute buffer", size, estimated=gpu or not _exact(spec, version), rule=_rule(spec, shape, batch))
+    if not gpu:
+        return (compute,)
     parts = [
         Part("runtime", CONTEXT, estimated=True, rule=(
             f"CUDA's context, kernels and cuBLAS take about {format_bytes(CONTEXT)}: taken from published logs")),
-        Part("compute buffer", size, estimated=not exact, rule=(
-            f"the graph of {batch.tokens:,} tokens over {batch.cells:,} cells {flash}, "
-            f"{batch.outputs:,} of them with logits over {shape.vocabulary:,} words" +
-            (f", with {batch.copies} copies of its inputs" if batch.copies > 1 else ""))),
+        compute,
     ]  # fmt: skip
     if margin := fit_margin(version):
         parts.append(Part("margin", margin, estimated=False, rule=(
             f"--fit on leaves {format_bytes(margin)} free (--fit-target), by a shorter context where none is named, "
             "else with layers on the CPU")))  # fmt: skip
     return tuple(parts)
+
+
+def _exact(spec: ModelSpec, version: str | None) -> bool:
+    """Whether the buffers of this architecture were equal to the library's own, on the CPU of a build near this one."""
+    style = style_of(spec)
+    build = _build(version)
+    between = any(last < build < since for last, (since, _) in zip(reversed(_LAST), _AGES, strict=False))
+    return style is not None and spec.model_type not in NEAR and not between
+
+
+def _rule(spec: ModelSpec, shape: Shape, batch: Batch) -> str:
+    flash = "with flash attention" if batch.flash else "without flash attention"
+    text = (f"the graph of {batch.tokens:,} tokens over {batch.cells:,} cells {flash}, {batch.outputs:,} of them with logits "
+            f"over {shape.vocabulary:,} words")  # fmt: skip
+    if batch.copies > 1:
+        text += f", with {batch.copies} copies of its inputs"
+    if style_of(spec) is None:
+        text += "; laid out as if the architecture were Llama's"
+    return text
 
 
 def host_parts(spec: ModelSpec, serving: Serving, *, version: str | None, context: int) -> tuple[Part, ...]:
@@ -184,7 +208,8 @@ def _batch(shape: Shape, laid: Laid, serving: Serving, version: str | None, *, g
     tokens = -(-ubatch_of(serving, laid) // laid.slots) * laid.slots
     few, _ = outputs(version, tokens, laid.slots)
     window = next((cells for cells in (_window_cells(spec, laid, serving),) if cells), laid.cells)
-    return Batch(tokens=tokens, outputs=few, cells=laid.cells, window_cells=window, flash=laid.flash, gpu=gpu)
+    age = next(age for since, age in _AGES if _build(version) >= since)
+    return Batch(tokens=tokens, outputs=few, cells=laid.cells, window_cells=window, flash=laid.flash, gpu=gpu, age=age)
 
 
 def _window_cells(spec: ModelSpec, laid: Laid, serving: Serving) -> int:

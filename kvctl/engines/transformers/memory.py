@@ -106,7 +106,24 @@ def overheads(
     if serving.cache_implementation in (None, "dynamic") and (layer := _widest_layer(spec, context, dtype_bytes)):
         parts.append(Part("cache growth", layer, estimated=False, rule=(
             f"every step writes a layer's cache anew before it lets the old one go: {format_bytes(layer)} of the widest")))  # fmt: skip
+    if serving.cache_implementation == "quantized":
+        copy = 2 * _widest_layer(spec, context, dtype_bytes)
+        parts.append(Part("dequantised layer", copy, estimated=True, rule=(
+            f"attention reads a layer's keys and values dequantised: {format_bytes(copy)} of the widest, once a step")))  # fmt: skip
     return tuple(parts)
+
+
+def layer_split(layers: int, devices: int) -> tuple[int, ...]:
+    """Layers by device with device_map="auto", estimated: accelerate fills devices evenly by bytes, the first ones fuller.
+
+    Raises:
+        UsageError: no devices.
+
+    """
+    if devices < 1:
+        raise UsageError("--gpu: layers need at least one device")
+    each, more = divmod(layers, devices)
+    return tuple(each + (index < more) for index in range(devices))
 
 
 def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager: bool = False) -> tuple[int, str]:
