@@ -208,7 +208,9 @@ class Allocation(Record):
 
     def to_dict(self) -> dict[str, Any]:
         out = {
-            name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence", "held", "beside")
+            name: getattr(self, name)
+            for name in self._fields
+            if name not in ("warnings", "longest_sequence", "held", "beside")
         }
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]

@@ -228,12 +228,10 @@ class Room:
             context *= sequences  # prompts of a batch run through the model together
         beside = self._beside_pool() or (0,)
         return tuple(
-            self._rank(
-                device, self.weights[index % len(self.weights)], beside[index % len(beside)], context,
-                self.more[index] if self.more else {},
-            )  # fmt: skip
+            self._rank(device, self.weights[index % len(self.weights)], beside[index % len(beside)], context,
+                       self.more[index] if self.more else {})
             for index, device in enumerate(self.laid.devices)
-        )
+        )  # fmt: skip
 
     def _beside_pool(self) -> tuple[int, ...]:
         """Bytes of the cache on every rank that are none of the pool's budget, whatever the workload."""
