@@ -68,6 +68,9 @@ def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable
 
     """
     devices, notes = hardware.devices, [note for device in hardware.devices for note in device.notes]
+    _check_devices(engine, devices, notes)
+    if devices[0].kind == "cpu":
+        serving = serving.replace(device="cpu")
     if not engine.splits:
         return Layout(devices, serving, tuple(dict.fromkeys(notes)))
     named = serving.tensor_parallel, serving.pipeline_parallel, serving.data_parallel
@@ -90,6 +93,23 @@ def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable
     elif world < len(devices):
         notes.append(f"{plural(world, 'rank')}: {plural(len(devices) - world, 'GPU')} of {len(devices)} stay idle")
     return Layout(devices[:world], serving, tuple(dict.fromkeys(notes)))
+
+
+def _check_devices(engine: Engine, devices: tuple[Device, ...], notes: list[str]) -> None:
+    """Refuses devices that an engine does not run on, and says of which kind its estimates are."""
+    if len({device.kind for device in devices}) > 1:
+        raise UsageError("--gpu cpu is a machine of its own", hint="name GPUs, or cpu")
+    if devices[0].kind == "cpu" and engine.name == "tensorrt-llm":
+        raise UsageError("tensorrt-llm runs on no CPU")
+    others = {device.facts.vendor for device in devices if device.facts is not None} - {"NVIDIA"}
+    if others and engine.name == "tensorrt-llm":
+        raise UsageError(f"tensorrt-llm runs on NVIDIA's GPUs, not on {' and '.join(sorted(others))}'s")
+    if "Apple" in others and engine.name in ("vllm", "sglang"):
+        raise UsageError(
+            f"kvctl does not know {engine.name} on Apple's GPUs", hint="--engine llama.cpp, ollama or transformers"
+        )
+    if others and engine.plans:
+        notes.append(f"estimates of {engine.name} were calibrated on NVIDIA's GPUs")
 
 
 def _over_all(serving: Serving, count: int, works: Callable[[Serving], bool]) -> Serving:
@@ -250,16 +270,18 @@ class Room:
         parts: tuple[Part, ...] = ()
         if self.hardware.overhead is not None:
             parts = (Part("overhead", self.hardware.overhead, False, "measured, as given"),)
-        elif memory is not None and serving.device != "cpu":
+        elif memory is not None and (serving.device != "cpu" or not self.engine.splits):
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
                 version=self.engine.version, context=context, **more,
             )  # fmt: skip
+        if device.kind == "cpu":
+            parts = tuple(part for part in parts if part.name not in ("runtime", "margin"))  # those of a GPU
         if beside:
             parts += (Part("recurrent states", beside, True, "for as many sequences as a batch may have"),)
         if serving.kv_budget is not None:
             budget = serving.kv_budget
-        elif serving.device == "cpu":
+        elif serving.device == "cpu" and self.engine.splits:
             raise ConfigError(f"how much memory {self.engine.name} leaves the cache on a CPU is not known",
                               hint="--kv-budget says how much")  # fmt: skip
         elif memory is not None:
@@ -468,11 +490,13 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
     parts = list(rank.parts)
     device = rank.device.cuda_bytes
     left = device - rank.taken - rank.budget  # what the engine leaves alone
-    others = min(rank.device.used_by_others, max(left, 0))
-    if others:
-        parts.append(Part("other processes", others, False, f"{others:,} bytes are held by other processes"))
-    if left > others:
-        parts.append(Part("left free", left - others, False, room.left_words(rank.device)))
+    used = min(max(0, device - rank.device.free_bytes), max(left, 0)) if rank.device.free_bytes is not None else 0
+    if used:
+        held = rank.device.used_by_others
+        rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")
+        parts.append(Part("in use", used, False, rule))
+    if left > used:
+        parts.append(Part("left free", left - used, False, room.left_words(rank.device)))
     if left < 0 and pool and rank.budget > kv:
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))

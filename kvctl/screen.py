@@ -69,7 +69,9 @@ def print_size(report: SizeReport) -> None:
         (group,) = groups.values()
         if len(group) > 1:
             _ladder(screen, list(group.values()))
-        if largest[0].fit is not None:
+        if largest[0].replay is not None:
+            _replayed(screen, largest[0])
+        elif largest[0].fit is not None:
             from kvctl.screen_fit import print_fit
 
             screen.line(f"{title_words(largest[0])}, {engine_words(largest[0])}", "bold")
@@ -80,10 +82,6 @@ def print_size(report: SizeReport) -> None:
         else:
             _one(screen, largest[0])
     for result in largest:
-        if result.replay is not None:
-            from kvctl.screen_replay import print_replay
-
-            print_replay(screen, result)
         _layer_list(screen, result)
         _formulas(screen, result)
 
@@ -109,6 +107,18 @@ def _one(screen: Screen, result: SizeResult, *, titled: bool = True) -> None:
     _log(screen, result)
 
 
+def _replayed(screen: Screen, result: SizeResult) -> None:
+    """A replay under the question it belongs to; what the memory is made of is another screen."""
+    from kvctl.screen_replay import print_replay
+
+    screen.line(one_line(f"{result.model.id}: at most {result.context:,} tokens each, {engine_words(result)}"), "bold")
+    if result.fit is not None:
+        from kvctl.screen_fit import print_verdict
+
+        print_verdict(screen, result)
+    print_replay(screen, result)
+
+
 def _fact_lines(screen: Screen, facts: Sequence[tuple[str, str, str]]) -> None:
     names, sizes = (max(len(fact[column]) for fact in facts) for column in (0, 1))
     for index, (name, size, detail) in enumerate(facts):
@@ -131,7 +141,8 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     """Name, size for people, exact number and what it is."""
     need = ", what the architecture needs" if result.allocation else ""
     rows = [("KV cache", format_bytes(result.kv_bytes), f"{result.kv_bytes:,} bytes in {format_words(result)}{need}")]
-    rows += _allocation(result)
+    if result.fit is None or result.formulas:
+        rows += _allocation(result)  # beside a fit only where every step is asked for
     exact = result.kv_bytes_per_token_exact
     if result.kv_bytes_per_token:
         each = f"{exact} bytes" if exact else f"{result.kv_bytes_per_token:,} bytes"
@@ -148,7 +159,7 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
         origin += f"; {result.weights.scheme}"
     if result.weights_bytes is not None:
         rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{origin}"))
-        if result.allocation is None:
+        if result.allocation is None and result.fit is None:
             rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
     elif result.model.source != "shape":
         rows.append(("weights", "unknown", f"{count}{origin}"))

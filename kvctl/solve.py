@@ -137,7 +137,7 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
     fit = result.fit
     if fit is None or fit.fits:
         return ()
-    out = []
+    out: list[str] = []
     tries = []
     if fit.max_context:
         tries.append((f"--ctx {fit.max_context}", plan, fit.max_context))

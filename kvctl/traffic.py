@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvctl.errors import UsageError
+from kvctl.errors import SourceError, UsageError
 from kvctl.record import Record
 from kvctl.reports import SizeReport, SizeResult
 
@@ -53,6 +53,11 @@ def replayed(
         raise UsageError("a replay is for one model, context, format and engine", hint="--ctx 32k")
     (result,) = report.results
     block, size, capacity, notes = _pool(result)
+    if traffic.workload is not None:
+        from kvctl.replay.presets import PRESETS
+
+        mix = PRESETS[traffic.workload]
+        notes.insert(0, f"{mix.name}: {mix.source}; assumed: {mix.assumed}")
     setup = Setup(
         block_size=block,
         capacity_blocks=capacity,
@@ -68,13 +73,33 @@ def replayed(
 
 def _requests(traffic: Traffic) -> Iterator[Request]:
     if traffic.trace is not None:
-        from kvctl.replay.reading import read_trace
+        from kvctl.replay.trace import read_trace
 
-        return read_trace(traffic.trace, traffic.tokenizer)
+        return read_trace(traffic.trace, _tokenizer(traffic.tokenizer))
     from kvctl.replay.presets import preset
 
     assert traffic.workload is not None
     return preset(traffic.workload, traffic.requests, traffic.rate)
+
+
+def _tokenizer(path: str | None) -> Callable[[str], list[int]] | None:
+    """What a tokenizer.json makes of a text."""
+    if path is None:
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError("--tokenizer needs the package tokenizers", hint="pip install 'kvctl[trace]'") from None
+    try:
+        read = Tokenizer.from_file(path)
+    except Exception as error:  # it raises nothing more particular
+        raise SourceError(f"{path}: no tokenizer: {error}", hint="a file tokenizer.json, as models have it") from None
+
+    def tokens(text: str) -> list[int]:
+        found: list[int] = read.encode(text, add_special_tokens=False).ids
+        return found
+
+    return tokens
 
 
 def _pool(result: SizeResult) -> tuple[int, int, int | None, list[str]]:

@@ -206,7 +206,7 @@ FIT = obj(
             items=obj(
                 "One part.",
                 {
-                    "name": of("string", "activations, graphs, runtime, left free, other processes, …"),
+                    "name": of("string", "activations, graphs, runtime, left free, in use, …"),
                     "bytes": whole("Its bytes."),
                     "estimated": of("boolean", "Whether a rule of thumb gives it."),
                     "rule": of("string", "How it comes about."),

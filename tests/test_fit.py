@@ -120,7 +120,7 @@ def test_free_memory_below_the_share_refuses_the_start() -> None:
 
 def test_memory_of_others_is_a_part() -> None:
     found = fit(1024, card(80, free_bytes=76 * GIB, used_by_others=4 * GIB, index=0), **VLLM)
-    assert ("other processes", 4 * GIB) in [(part.name, part.bytes) for part in found.parts]
+    assert ("in use", 4 * GIB) in [(part.name, part.bytes) for part in found.parts]
 
 
 def test_a_budget_that_is_given_is_the_budget() -> None:
@@ -240,6 +240,6 @@ def test_gpus_are_listed(kvctl: Run) -> None:
 
 def test_formats_side_by_side(kvctl: Run) -> None:
     table = kvctl(
-        "size", "Qwen3-32B", "--ctx", "32k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8"
+        "size", "Qwen3-32B", "--ctx", "8k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8"
     ).out
     assert re.search(r"Qwen3-32B bf16 .* yes .*\n.*Qwen3-32B fp8 .* yes ", table)

@@ -91,6 +91,15 @@ def test_the_smallest_limit_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "memory.high limits memory to 32 MiB" in device.notes[0]
 
 
+def test_a_limit_above_the_host_s_memory_binds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, memoryDOTmax=str(2**50))
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr("kvctl.hardware.host._CGROUPS", tmp_path)
+    monkeypatch.setattr("kvctl.hardware.host._OWN_GROUPS", tmp_path / "own")
+    device = host_device()
+    assert (device.memory_bytes, device.notes) == (psutil.virtual_memory().total, ())
+
+
 def test_the_host_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvctl.hardware.host._CGROUPS", tmp_path)
     (device,) = read_gpus("cpu")

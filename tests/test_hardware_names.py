@@ -286,19 +286,14 @@ def test_rates(name: str, bandwidth: float, fp16: float | None, capability: str 
 
 @pytest.mark.parametrize(
     ("name", "gib", "within"),
-    # Totals that vLLM and torch printed in public threads which are not among the table's own sightings.
+    # Totals that vLLM and torch printed for such cards in public, none among the table's own sightings.
     [
-        ("A100-SXM4-80GB", 79.32, 0.10),  # vllm-project/vllm-omni#276: (0.49/79.32 GiB)
-        ("L40S", 44.40, 0.02),  # vllm-project/vllm#38486
-        ("L4", 22.05, 0.03),  # pytorch/pytorch#175666: (19.77/22.05 GiB)
-        ("A100-SXM4-80GB", 79.15, 0.11),
-        ("H100 SXM", 79.19, 0.01),
-        ("B200", 178.35, 0.02),
-        ("T4", 14.74, 0.03),
-        ("A100-SXM4-40GB", 39.39, 0.12),
-        ("RTX 3090", 23.56, 0.01),
-        ("RTX 5090", 31.36, 0.01),
-        ("dgx spark", 121.69, 0.10),
+        ("A100-SXM4-80GB", 79.32, 0.10),  # vllm-project/vllm-omni#276: "(0.49/79.32 GiB)" on an A100 (80GB)
+        ("A100-SXM4-80GB", 79.15, 0.11),  # torch, beside nvidia-smi's 81920MiB
+        ("L40S", 44.39, 0.02),  # torch
+        ("B200", 178.35, 0.02),  # torch
+        ("T4", 14.74, 0.03),  # torch
+        ("dgx spark", 121.69, 0.10),  # vLLM: "(100.94/121.69 GiB)" on a GB10
     ],
 )
 def test_memory_that_applications_see(name: str, gib: float, within: float) -> None:
@@ -333,6 +328,8 @@ def test_memory_given_by_the_user_is_not_replaced_by_a_sighting() -> None:
 def test_what_a_mac_leaves_to_the_gpu_is_an_estimate() -> None:
     big, small = one("M2 Ultra:192GB"), one("M1:16GB")
     assert (big.cuda_bytes, small.cuda_bytes) == (144 * GIB, 16 * GIB * 2 // 3)
+    assert one("M1 Max:32GB").cuda_bytes == 32 * GIB * 2 // 3
+    assert one("M3 Pro:36GB").cuda_bytes == 27 * GIB
     assert big.cuda_estimated
     assert small.cuda_estimated
     assert any("144 GiB" in note and "estimated" in note for note in big.notes)

@@ -36,7 +36,7 @@ H100 = f"""
 0.pcie_generation 5
 0.pcie_width 16
 """
-SYSTEM = "driver 580.95.05\ncuda 13000\n"
+SYSTEM = "driver 580.95.05\ncuda 12080\n"
 
 # Asks for each script in turn and prints what came of it, one JSON line each.
 ASK = """
@@ -47,7 +47,7 @@ from kvctl.hardware.local import list_gpus
 
 for job in json.load(sys.stdin):
     with open(os.environ["FAKE_NVML"], "w") as file:
-        file.write(job["script"])
+        file.write(job["script"].replace("OWN_PID", str(os.getpid())))
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         os.environ.pop(name, None)
     os.environ.update(job["environment"])
@@ -125,7 +125,7 @@ def test_one_gpu(driver: Driver) -> None:
     assert not gpu["cuda_estimated"]
     assert gpu["used_by_others"] == 1008 * MIB  # in use by what is not told
     assert (gpu["index"], gpu["compute_capability"], gpu["pcie"]) == (0, "9.0", "gen 5 x16")
-    assert (gpu["driver"], gpu["cuda_version"]) == ("580.95.05", "13.0")
+    assert (gpu["driver"], gpu["cuda_version"]) == ("580.95.05", "12.8")
     assert (gpu["mig"], gpu["unified"], gpu["unreadable"], gpu["notes"]) == (False, False, None, [])
 
 
@@ -230,6 +230,12 @@ def test_processes(driver: Driver) -> None:
     (gpu,) = driver.ask(script)
     assert gpu["processes"] == [[10, GIB], [11, 2 * GIB], [12, 5]]
     assert gpu["used_by_others"] == 3 * GIB + 5
+    own, absurd = driver.ask_all(
+        job("count 1\n" + H100 + f"0.compute0 OWN_PID {GIB}\n0.compute1 9 {2 * GIB}\n"),
+        job("count 1\n" + H100 + f"0.compute0 10 {2**62}\n"),
+    )
+    assert own[0]["processes"] == [[9, 2 * GIB]]
+    assert absurd[0]["used_by_others"] == 1008 * MIB
 
 
 def test_processes_that_do_not_tell(driver: Driver) -> None:
@@ -257,7 +263,7 @@ count 1
 0.slices 7
 0s0.name NVIDIA A100-SXM4-40GB MIG 3g.20gb
 0s0.uuid MIG-aaaaaaaa-0000-0000-0000-000000000000
-0s0.memory {19968 * MIB} 0 {19900 * MIB} {68 * MIB}
+0s0.memory {19968 * MIB} {60 * MIB} {19900 * MIB} {8 * MIB}
 0s3.name NVIDIA A100-SXM4-40GB MIG 1g.5gb
 0s3.uuid MIG-bbbbbbbb-0000-0000-0000-000000000000
 0s3.memory {4864 * MIB} 0 {4850 * MIB} {14 * MIB}
@@ -281,6 +287,12 @@ def test_one_mig_slice_is_picked(driver: Driver) -> None:
     for (gpu,) in driver.ask_all(*jobs):
         assert gpu["memory_bytes"] == 4864 * MIB
         assert not any("one MIG slice" in note for note in gpu["notes"])
+
+
+def test_cuda_s_total_of_a_slice(cuda_driver: Driver) -> None:
+    script = MIG + f"cuda_devices 1\nc0.uuid bbbbbbbb{'0' * 24}\nc0.name NVIDIA A100-SXM4-40GB MIG 1g.5gb\n"
+    big, small = cuda_driver.ask(script + f"c0.total {4800 * MIB}\n")
+    assert (big["cuda_bytes"], small["cuda_bytes"]) == (19968 * MIB, 4800 * MIB)
 
 
 def test_mig_without_slices(driver: Driver) -> None:
@@ -307,14 +319,21 @@ def test_a_gpu_that_shares_the_system_s_memory(driver: Driver, broken: str) -> N
     assert any("shares the system's memory" in note for note in gpu["notes"])
 
 
+def test_jetson(driver: Driver) -> None:
+    """Its RAM is already what CUDA sees, and the card is the Orin of the nearest size."""
+    (gpu,) = driver.ask("count 1\n0.name Orin (nvgpu)\n")
+    assert gpu["card"].startswith("Jetson")
+    assert gpu["cuda_bytes"] == gpu["memory_bytes"] == psutil.virtual_memory().total
+
+
 def test_less_is_free_than_the_engine_asks_for(cuda_driver: Driver) -> None:
     """Public report: vLLM refused to start with 19.77 of 22.05 GiB free at a utilisation of 0.9."""
     total, free = round(22.05 * GIB), round(19.77 * GIB)
     script = (
-        f"count 1\n0.name NVIDIA L4\n0.uuid GPU-0\n0.memory {23034 * MIB} {455 * MIB} {free} {2300 * MIB}\n"
+        f"count 1\n0.name NVIDIA L4\n0.memory {23034 * MIB} {455 * MIB} {free} {2300 * MIB}\n"
         "0.uuid GPU-00000000-0000-0000-0000-000000000001\ncuda_devices 1\n"
         f"c0.uuid 00000000000000000000000000000001\nc0.name NVIDIA L4\nc0.total {total}\n"
-    ).replace("0.uuid GPU-0\n", "")
+    )
     (gpu,) = cuda_driver.ask(script)
     assert gpu["free_bytes"] == free < 0.9 * gpu["cuda_bytes"] == 0.9 * total
     assert gpu["memory_bytes"] > total
@@ -363,6 +382,28 @@ def test_cuda_visible_devices(driver: Driver, value: str, expected: list[int]) -
         assert f"leaves {len(expected)} of 4 GPUs" in answer[0]["notes"][0]
     else:
         assert "leaves 0 of 4 GPUs" in answer["error"]
+
+
+def test_two_gpus_of_one_uuid_prefix(driver: Driver) -> None:
+    """CUDA takes a beginning that means two GPUs for none."""
+    twins = FOUR.replace("GPU-11aa", "GPU-22ab")
+    answers = driver.ask_all(*(job(twins, CUDA_VISIBLE_DEVICES=value) for value in ("GPU-22", "GPU-22a", "GPU-22ab")))
+    assert ["error" in answer for answer in answers] == [True, True, False]
+    assert answers[2][0]["index"] == 1
+
+
+def test_unequal_gpus_may_be_numbered_otherwise(driver: Driver) -> None:
+    unequal = FOUR.replace("0.name NVIDIA L4", "0.name NVIDIA H200")
+    told, same, ordered = driver.ask_all(
+        job(unequal, CUDA_VISIBLE_DEVICES="1"),
+        job(FOUR, CUDA_VISIBLE_DEVICES="1"),
+        job(unequal, CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID"),
+    )
+    assert [any("CUDA_DEVICE_ORDER" in note for note in gpus[0]["notes"]) for gpus in (told, same, ordered)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_picking(driver: Driver) -> None:

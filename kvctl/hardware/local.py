@@ -47,7 +47,7 @@ def list_gpus() -> tuple[Device, ...]:
 def _with_facts(device: Device, cuda_total: int | None) -> Device:
     facts = None
     if device.unreadable is None:
-        facts = table.facts_of(device.name.partition(" MIG ")[0], 0 if device.mig else device.memory_bytes)
+        facts = table.facts_of(device.name.partition(" MIG ")[0], device.memory_bytes)
     return device.replace(facts=facts, cuda_total_bytes=cuda_total)
 
 

@@ -37,7 +37,7 @@ def chart_of(specs: Sequence[ModelSpec], plans: Plans) -> Chart:
             first = first or result
             fit = result.fit
             if fit is not None:
-                engine = [part for part in fit.parts if part.name not in ("left free", "other processes")]
+                engine = [part for part in fit.parts if part.name not in ("left free", "in use")]
                 points[tokens] = fit.weights_bytes + fit.kv_bytes + sum(part.bytes for part in engine)
                 idle = fit.overhead_bytes - sum(part.bytes for part in engine)
                 limits[fit.device_bytes - idle] = f"{fit.devices[fit.bottleneck_rank]}" + (

@@ -32,6 +32,8 @@ class PrefixSharing(Paged):
         super().__init__(setup)
         self._hash_tokens = 0
         self._tree = Tree(1)
+        self._whole = True
+        """Whether a hash stands for whole blocks."""
 
     def _keys(self, request: Request) -> tuple[Keys, int]:
         """Names of the units of the prompt, and the full blocks that have one."""
@@ -41,14 +43,14 @@ class PrefixSharing(Paged):
                 raise UsageError(f"hashes of {self._hash_tokens} and of {per_hash} tokens in one trace")
             self._hash_tokens = per_hash
             self._tree = Tree(per_hash // block if per_hash % block == 0 else 1)
+            self._whole = per_hash % block == 0
         full = min(len(ids) * per_hash, request.input_length) // block
-        if per_hash % block == 0:
+        if self._whole:
             units = -(-full * block // per_hash)
             return (ids if units == len(ids) else ids[:units]), full
         # The hashes that a block is the first to touch; what the blocks before it touch is known to be equal.
-        return tuple(
-            ids[-(-at * block // per_hash) : -(-(at + 1) * block // per_hash)] for at in range(full)
-        ), full  # fmt: skip
+        keys = [ids[-(-at * block // per_hash) : -(-(at + 1) * block // per_hash)] for at in range(full)]
+        return tuple(keys), full
 
     def admit(self, entry: Running) -> int:
         request, done, block = entry.request, entry.done, self.block
@@ -73,14 +75,15 @@ class PrefixSharing(Paged):
         entry.taken = taken = blocks_at(request, done, block)
         need = taken - there
         free = need if self.capacity is None else self.capacity - self.held
-        gained = 0
-        if need <= free:
-            gained = tree.unheld(found)
-            need += gained
-        if need > free and self.capacity is not None:
-            self.need = need
-            return -1
-        node = tree.hold(found)
+        # Blocks that nobody holds count too; to count them is worth it only where they could be too many.
+        if need + there > free:
+            need += tree.unheld(found) if need <= free else 0
+            if need > free and self.capacity is not None:
+                self.need = need
+                return -1
+        need = taken - there
+        node, gained = tree.hold(found)
+        need += gained
         if kept > there:
             node = tree.add(node, keys, kept)
         entry.place, entry.kept = (node, copied), kept

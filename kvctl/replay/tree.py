@@ -68,18 +68,20 @@ class Tree:
             node = node.parent
         return count
 
-    def hold(self, found: tuple[Node, Node | None, int]) -> Node:
-        """Hold all blocks of a match; the node that ends there."""
+    def hold(self, found: tuple[Node, Node | None, int]) -> tuple[Node, int]:
+        """Hold all blocks of a match: the node that ends there, and how many of them nobody had held."""
         last, inner, at = found
         if inner is not None:
             last = self._split(inner, at)
+        gained = 0
         node: Node | None = last
         while node is not None:
             if not node.holders:
+                gained += node.end - node.start
                 self._unheld.pop(node, None)
             node.holders += 1
             node = node.parent
-        return last
+        return last, gained
 
     def _split(self, node: Node, at: int) -> Node:
         """A new node for the blocks before `at`; the old one keeps the rest, its place in the queue and its name."""
@@ -115,16 +117,15 @@ class Tree:
         """Forget so many blocks of those that nobody holds; there must be as many."""
         unheld = self._unheld
         while count:
-            node, _ = unheld.popitem(last=False)
+            node = next(iter(unheld))
             parent = node.parent
             assert parent is not None
             size = node.end - node.start
             if size > count:
                 node.end -= count
                 node.keys = node.keys[: -(-node.end // self.per_unit) - node.start // self.per_unit]
-                unheld[node] = None
-                unheld.move_to_end(node, last=False)
                 return
+            del unheld[node]
             del parent.children[node.keys[0]]
             node.parent = None
             count -= size

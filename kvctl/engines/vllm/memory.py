@@ -13,8 +13,8 @@ determine_available_memory). What is live at that peak follows from the sources:
 - latent attention: keys and values of a long past, expanded for all heads;
 - encoders of images: their layers for as many patches as a batch holds, and their outputs.
 
-The coefficients (`HELD`, `KEPT`, `FIXED`, `GRAPH`, `RUNTIME`) were fitted on one half of 85 published starts, by model, and
-checked on the other (tests/test_vllm_memory.py). Off by, in GiB, median and 90th percentile: activations 0.01 and 0.10 (67
+`HELD`, `KEPT` and `FIXED` come out alike from either half of 85 published starts, split by model; `GRAPH` and `RUNTIME` rest
+on all of them (tests/test_vllm_memory.py). Off by, in GiB, median and 90th percentile: activations 0.01 and 0.10 (67
 starts of 0.8 to 0.19), runtime 0.01 and 0.17, the estimate of graphs 0.10 and 0.38. All of it together: 0.01 and 0.14 for
 0.12 to 0.19 (67), 0.37 and 1.9 for 0.20 and later (12, of which a third have an encoder of images). Not in these rules:
 experts in 4-bit floating point by CUTLASS with large batches (5 GiB too little for MiniMax M3 with 32,768 tokens), LoRA.
