@@ -276,3 +276,18 @@ def test_the_table_says_what_the_json_says(
     assert requests_[1] == f"{fit['max_concurrency']:,}"
     for words in fit["advice"]:
         assert words in table
+
+
+def test_recurrent_states_beside_the_pool_come_off_its_memory() -> None:
+    # TensorRT-LLM allocates states for a whole batch before it measures, and gives the pool 0.9 of what is then left:
+    # 36 layers · (2,048 channels · 3 + 8 heads · 128 · 128) · 2 B for each of 2,048 sequences on one of 4 ranks.
+    fit = fit_of("Qwen3-Next-80B-A3B-Instruct",
+                 plan_of("tensorrt-llm", 4096, 1, "4xH100"), 4096)  # fmt: skip
+    parts = {part.name: part.bytes for part in fit.parts}
+    assert parts["recurrent states"] == 2_048 * 36 * (2_048 * 3 + 8 * 128 * 128) * 2
+    left = fit.device_bytes - fit.weights_bytes - sum(parts.values()) + parts["left free"]
+    assert fit.kv_budget_bytes == int(left * 0.9)
+    # 12 layers · 1 head · 2 · 256 · 2 B for each token of the request, which are all that the pool holds of it
+    assert fit.kv_bytes == 12 * 512 * 2 * 4096
+    # On two they alone are more than the weights leave.
+    assert not fit_of("Qwen3-Next-80B-A3B-Instruct", plan_of("tensorrt-llm", 1, 1, "2xH100"), 1).fits
