@@ -244,24 +244,19 @@ class Room:
 
     def ranks(self, context: int, sequences: int) -> tuple[Rank, ...]:
         """Every rank's memory for requests of at most `context` tokens."""
+        beside = self._beside_pool(context) or (0,)
         if self.engine.rows and self.laid.serving.cache_implementation != "paged":
             context *= sequences  # prompts of a batch run through the model together
-        beside = self._beside_pool() or (0,)
         return tuple(
-            self._rank(
-                device,
-                self.weights[index % len(self.weights)],
-                beside[index % len(beside)],
-                context,
-                self.more[index] if self.more else {},
-            )  # fmt: skip
+            self._rank(device, self.weights[index % len(self.weights)], beside[index % len(beside)], context,
+                       self.more[index] if self.more else {})
             for index, device in enumerate(self.laid.devices)
-        )
+        )  # fmt: skip
 
-    def _beside_pool(self) -> tuple[int, ...]:
+    def _beside_pool(self, context: int) -> tuple[int, ...]:
         """Bytes of the cache on every rank that are none of the pool's budget, whatever the workload."""
         if self._beside is None:
-            _, allocation = self.held(1, 1, self.laid.serving.replace(kv_budget=None))
+            _, allocation = self.held(context, 1, self.laid.serving.replace(kv_budget=None))
             self._beside = allocation.beside if allocation is not None else ()
         return self._beside
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
+import pytest
 from conftest import Outcome
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -22,16 +24,11 @@ from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
 
 Run = Callable[..., Outcome]
+PLAIN = Serving()
 
 MODELS = ("Qwen3-8B", "Llama-3.1-70B", "gemma-3-27b-it", "gpt-oss-20b", "DeepSeek-V3", "Qwen3-Next-80B-A3B-Instruct",
           "Llama-4-Scout-17B-16E-Instruct", "whisper-large-v3")  # fmt: skip
-ENGINES = ["ideal", "vllm", "vllm@0.11", "sglang", "tensorrt-llm", "transformers"]
-try:
-    import kvctl.engines.llama_cpp.memory
-except ModuleNotFoundError:
-    pass
-else:
-    ENGINES += ["llama.cpp", "ollama"]
+ENGINES = ["ideal", "vllm", "vllm@0.11", "sglang", "tensorrt-llm", "transformers", "llama.cpp", "ollama"]
 
 names = st.sampled_from(MODELS)
 engines = st.sampled_from(ENGINES)
@@ -50,7 +47,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def plan_of(
-    name: str, context: int, sequences: int, gpu: str, serving: Serving = Serving(), what: str | None = None
+    name: str, context: int, sequences: int, gpu: str, serving: Serving = PLAIN, what: str | None = None
 ) -> SizePlan:
     return SizePlan(engine(name), (context,), sequences=sequences, serving=serving,
                     hardware=Hardware(read_gpus(gpu), gpu, solve=what))  # fmt: skip
@@ -72,12 +69,13 @@ def fit_of(model: str, plan: SizePlan, context: int) -> Fit:
 
 
 def fits(model: str, plan: SizePlan, context: int) -> bool:
-    """Whether the engine takes it and it fits."""
+    """Whether the engine takes it, does not make it shorter, and it fits."""
     try:
-        found = answer(prepare(spec_of(model), plan), context).fit
+        result = answer(prepare(spec_of(model), plan), context)
     except KvctlError:
         return False
-    return found is not None and found.fits
+    whole = result.allocation is None or result.allocation.longest_sequence >= context
+    return result.fit is not None and result.fit.fits and whole
 
 
 @st.composite
@@ -95,7 +93,11 @@ def test_the_parts_sum_to_the_device(
     model: str, name: str, data: st.DataObject, card: str, count: int, context: int, sequences: int
 ) -> None:
     serving = data.draw(servings(name))
-    fit = fit_of(model, plan_of(name, context, sequences, f"{count}x{card}", serving), context)
+    result = ask(model, plan_of(name, context, sequences, f"{count}x{card}", serving), context)
+    fit = result.fit
+    assert fit is not None
+    if result.allocation is not None:
+        context = min(context, result.allocation.longest_sequence)  # Ollama lowers it to the model's own maximum
     assert fit.device_bytes == fit.weights_bytes + fit.kv_bytes + fit.overhead_bytes + fit.headroom_bytes
     assert fit.overhead_bytes == sum(part.bytes for part in fit.parts)
     assert fit.fits == (not fit.why)
@@ -105,7 +107,8 @@ def test_the_parts_sum_to_the_device(
         assert fit.max_concurrency >= sequences
         assert all(rank.headroom_bytes >= 0 for rank in fit.ranks)
     else:
-        assert fit.max_context is not None and fit.max_context < context
+        assert fit.max_context is not None
+        assert fit.max_context < context
         assert fit.max_concurrency < sequences
 
 
@@ -134,6 +137,21 @@ def test_more_memory_never_fits_less(
     if more.max_context is not None:
         assert less.max_context is not None
         assert more.max_context >= less.max_context
+
+
+@pytest.mark.parametrize(("name", "below"), [("vllm", 70), ("sglang", 60)])
+def test_steps_in_an_engines_own_defaults_are_the_exception(name: str, below: int) -> None:
+    # From 70 GiB on vLLM runs batches of 8,192 tokens and 1,024 requests, not 2,048 and 256; above 60 GiB SGLang
+    # prefills 8,192 tokens at once, not 4,096, and keeps 10 GiB at least: a GiB more holds less, unless options say it.
+    def longest(serving: Serving) -> list[int]:
+        found = [fit_of("Qwen3-8B", plan_of(name, 4096, 1, f"H100:{size}GiB", serving), 4096).max_context
+                 for size in (below, below + 1)]  # fmt: skip
+        return [tokens or 0 for tokens in found]
+
+    less, more = longest(Serving())
+    assert more < less
+    less, more = longest(STEADY[name])
+    assert more > less
 
 
 @often
@@ -174,12 +192,14 @@ def test_the_concurrency_that_is_solved_for_fits_and_one_request_more_does_not(
     assert not fits(model, solved.replace(sequences=solved.sequences + 1), context)
 
 
-@settings(parent=often, max_examples=60)
+@settings(parent=often, max_examples=25)
 @given(names, engines, cards, contexts, st.integers(1, 40), st.sampled_from(["gpus", "tp"]))
 def test_the_number_of_gpus_that_is_solved_for_fits_and_no_smaller_one_does(
     model: str, name: str, card: str, context: int, sequences: int, what: str
 ) -> None:
     assume(what == "gpus" or engine(name).splits)
+    if name == "ollama":
+        context = min(context, spec_of(model).max_context or context)  # it lowers others to that
     plan = plan_of(name, context, sequences, card, what=what)
 
     def on(count: int) -> SizePlan:
@@ -196,3 +216,78 @@ def test_the_number_of_gpus_that_is_solved_for_fits_and_no_smaller_one_does(
     assert fits(model, solved, context)
     assert fits(model, on(count), context)
     assert not any(fits(model, on(fewer), context) for fewer in range(1, count))
+
+
+UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def about(words: str) -> tuple[float, float]:
+    """The least and the most bytes that a rounded "13.45 GiB" stands for; its minus may be typographic."""
+    number, unit = words.replace("−", "-").split()
+    digits = number.replace(",", "")
+    half = 0.51 * 10.0 ** -len(digits.partition(".")[2]) * UNITS[unit]
+    return float(digits) * UNITS[unit] - half, float(digits) * UNITS[unit] + half
+
+
+def same(words: str, bytes_: int) -> bool:
+    low, high = about(words)
+    return low <= bytes_ <= high
+
+
+SIZE = r"(−?-?[\d,.]+ (?:bytes|[KMGT]iB|B))"
+
+
+@pytest.mark.parametrize("options", [
+    ("Qwen3-8B", "--gpu", "H100", "--engine", "vllm", "--ctx", "32k", "-n", "4"),
+    ("Qwen3-8B", "--gpu", "H100", "--ctx", "32k"),
+    ("Llama-3.1-70B", "--gpu", "4xH100", "--engine", "vllm", "--ctx", "128k"),
+    ("Llama-3.1-70B", "--gpu", "2xL4", "--engine", "vllm", "--ctx", "4k"),
+    ("gemma-3-27b-it", "--gpu", "A100:80GiB", "--engine", "sglang", "--ctx", "8k"),
+    ("Qwen3-Next-80B-A3B-Instruct", "--gpu", "4xH100", "--engine", "tensorrt-llm", "--ctx", "4k"),
+    ("DeepSeek-V3", "--gpu", "8xH100", "--engine", "vllm", "--ctx", "32k"),
+    ("gpt-oss-20b", "--gpu", "RTX 4090", "--engine", "transformers", "--ctx", "16k", "-n", "3"),
+    ("gpt-oss-20b", "--gpu", "H100", "--engine", "vllm", "--ctx", "128k", "--kv-budget", "1GiB"),
+], ids=" ".join)  # fmt: skip
+def test_the_table_says_what_the_json_says(
+    kvctl: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    table = kvctl("size", *options).out
+    fit = kvctl("size", *options, "--json").json["results"][0]["fit"]
+    assert ("\nfits" in table) == fit["fits"]
+    assert ("\ndoes not fit" in table) == (not fit["fits"])
+    if not fit["fits"]:
+        assert fit["why"] in table
+    rows = {"weights": fit["weights_bytes"], "KV cache": fit["kv_bytes"], "headroom": fit["headroom_bytes"]}
+    rows |= {part["name"]: part["bytes"] for part in fit["parts"]}
+    listed = dict(re.findall(rf"^\S (\S.*?) +{SIZE} +<?[\d.,]+%", table, re.MULTILINE))
+    assert listed.keys() == rows.keys()
+    for name, bytes_ in rows.items():
+        assert same(listed[name], bytes_), (name, listed[name], bytes_)
+    device = re.search(rf": {SIZE} for applications", table)
+    assert device
+    assert same(device[1], fit["device_bytes"])
+    longest = re.search(r"^longest context +([\d,]+|none|any)", table, re.MULTILINE)
+    said = {None: "any", 0: "none"}.get(fit["max_context"], f"{fit['max_context'] or 0:,}")
+    assert longest
+    assert longest[1] == said
+    requests_ = re.search(r"^requests at once +([\d,]+) of", table, re.MULTILINE)
+    assert requests_
+    assert requests_[1] == f"{fit['max_concurrency']:,}"
+    for words in fit["advice"]:
+        assert words in table
+
+
+def test_recurrent_states_beside_the_pool_come_off_its_memory() -> None:
+    # TensorRT-LLM allocates states for a whole batch before it measures, and gives the pool 0.9 of what is then left:
+    # 36 layers · (2,048 channels · 3 + 8 heads · 128 · 128) · 2 B for each of 2,048 sequences on one of 4 ranks.
+    fit = fit_of("Qwen3-Next-80B-A3B-Instruct",
+                 plan_of("tensorrt-llm", 4096, 1, "4xH100"), 4096)  # fmt: skip
+    parts = {part.name: part.bytes for part in fit.parts}
+    assert parts["recurrent states"] == 2_048 * 36 * (2_048 * 3 + 8 * 128 * 128) * 2
+    left = fit.device_bytes - fit.weights_bytes - sum(parts.values()) + parts["left free"]
+    assert fit.kv_budget_bytes == int(left * 0.9)
+    # 12 layers · 1 head · 2 · 256 · 2 B for each token of the request, which are all that the pool holds of it
+    assert fit.kv_bytes == 12 * 512 * 2 * 4096
+    # On two they alone are more than the weights leave.
+    assert not fit_of("Qwen3-Next-80B-A3B-Instruct", plan_of("tensorrt-llm", 1, 1, "2xH100"), 1).fits

@@ -41,7 +41,7 @@ def check(run: Run, case: Json, config: Json, memory: int, tokens: int | None) -
     own = case["max_model_len"]
     contexts = {own, 2**24} if tokens is None else {own, max(tokens, 1), tokens + 1}
     # The device does not come into it: what is told of the budget decides.
-    options = [*options_of({**case, "mem": memory}), "--gpu", "H200", "--ctx", ",".join(map(str, sorted(contexts)))]
+    options = [*options_of({**case, "mem": memory}), "--gpu", "H200", "--ctx", ", ".join(map(str, sorted(contexts)))]
     results = {result["context"]: result for result in sizes(run, "-", *options, stdin=json.dumps(config))}
     assert results.keys() == contexts
     for context, result in results.items():
