@@ -276,7 +276,7 @@ class Room:
                 version=self.engine.version, context=context, **more,
             )  # fmt: skip
         if device.kind == "cpu":
-            parts = tuple(part for part in parts if part.name not in ("runtime", "margin"))  # those of a GPU
+            parts = tuple(part for part in parts if part.name != "runtime")  # that of a GPU
         if beside:
             parts += (Part("recurrent states", beside, True, "for as many sequences as a batch may have"),)
         if serving.kv_budget is not None:
