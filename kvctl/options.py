@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvctl.ask import Plans
     from kvctl.engines import Engine
     from kvctl.engines.flags import Given
-    from kvctl.fit import Hardware
+    from kvctl.ranks import Hardware
     from kvctl.size import SizePlan
     from kvctl.sources import Found
     from kvctl.spec import ModelSpec
@@ -256,8 +256,8 @@ def read_hardware(
         return None
     import re
 
-    from kvctl.fit import Hardware
     from kvctl.hardware import read_gpus
+    from kvctl.ranks import Hardware
     from kvctl.units import parse_bytes
 
     if solve is not None and solve not in SOLVES:

@@ -14,7 +14,8 @@ from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, We
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
 
 if TYPE_CHECKING:
-    from kvctl.fit import Hardware, Held, Room
+    from kvctl.fit import Held, Room
+    from kvctl.ranks import Hardware
     from kvctl.spec import Rational
 
 DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)

@@ -10,10 +10,11 @@ import pytest
 from conftest import Outcome
 
 from kvctl.engines import engine
-from kvctl.fit import Hardware, largest
 from kvctl.hardware import Device
 from kvctl.model import shape_spec
+from kvctl.ranks import Hardware
 from kvctl.reports import Fit, SizeResult
+from kvctl.search import largest
 from kvctl.size import SizePlan, size
 from kvctl.solve import answers_on
 

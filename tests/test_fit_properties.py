@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvctl.allocation import Serving
 from kvctl.engines import engine
 from kvctl.errors import KvctlError
-from kvctl.fit import Hardware
 from kvctl.hardware import read_gpus
 from kvctl.model import build_spec
+from kvctl.ranks import Hardware
 from kvctl.reports import Fit, SizeResult
 from kvctl.size import SizePlan, answer, prepare
 from kvctl.solve import NoAnswer, solve
