@@ -65,6 +65,15 @@ class Running:
 class Simulator:
     """What a policy adds: how much a request takes, and where."""
 
+    # With this many attributes a class without slots is slow.
+    __slots__ = (
+        "_blocked", "_ends", "_first", "_last_arrival", "_marked", "_phases", "_starts", "_takers", "_times",
+        "_writers", "areas", "block", "bound", "cached", "capacity", "end", "evicted", "external", "finished",
+        "gone", "held", "hits", "need", "now", "peak", "peak_cached", "peak_queue", "peak_running",
+        "peak_saved", "peak_stored", "preemptions", "queried", "queue", "recomputed", "rejected", "requests",
+        "resumed", "running", "saved", "sequences", "setup", "shared", "stored",
+    )  # fmt: skip
+
     name = ""
 
     def __init__(self, setup: Setup) -> None:
