@@ -114,9 +114,9 @@ def test_ten_requests_by_hand():
 
 
 def test_figure_3_of_the_pagedattention_paper():
-    # Kwon et al. 2023, figure 3: A has a prompt of 7 tokens, is to generate 3, and reserves 2,048 slots: "2,038 slots
-    # never used (internal fragmentation)" and 2 for the tokens to come, once it has stored its first ("fathers").
-    # There the last token counts as stored; here it never is. So 4 outputs, of which 3 are stored.
+    # Kwon et al. 2023, figure 3: request A has a prompt of 7 tokens and generates 4, the last of which, <eos>, is not
+    # stored. Of 2,048 slots reserved 2,038 are never used (internal fragmentation); while its first output token is
+    # written 2 are reserved for later ones.
     setup = Setup(16, None, 1, 2048, tpot=SECOND, prefill_rate=1000)
     found = replay([Request(0, 7, 4)], setup, policies=["contiguous"]).policies[0]
     assert found.iterations == 4
@@ -281,7 +281,15 @@ def test_closed_loop_ignores_times():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"block_size": 0}, {"capacity_blocks": -1}, {"max_length": None}, {"tpot": 1.5}, {"reserve": "all"}]
+    "wrong",
+    [
+        {"block_size": 0},
+        {"block_size": 2**30},
+        {"capacity_blocks": -1},
+        {"max_length": None},
+        {"tpot": 1.5},
+        {"reserve": "all"},
+    ],
 )
 def test_setup_is_checked(wrong):
     setup = Setup(block_size=16, capacity_blocks=4, bytes_per_block=1, max_length=64).replace(**wrong)
