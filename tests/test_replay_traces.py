@@ -295,7 +295,32 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 NAMES = st.sampled_from(
-    ["timestamp", "input_length", "output_length", "hash_ids", "n", "max_tokens", "chat_id", "parent_chat_id", "messages", "prompt", "completion", "choices", "response", "request", "body", "usage", "prompt_tokens", "completion_tokens", "created", "role", "content", "message", "text", "tool_calls"]
+    [
+        "timestamp",
+        "input_length",
+        "output_length",
+        "hash_ids",
+        "n",
+        "max_tokens",
+        "chat_id",
+        "parent_chat_id",
+        "messages",
+        "prompt",
+        "completion",
+        "choices",
+        "response",
+        "request",
+        "body",
+        "usage",
+        "prompt_tokens",
+        "completion_tokens",
+        "created",
+        "role",
+        "content",
+        "message",
+        "text",
+        "tool_calls",
+    ]
 )
 ROWS = st.recursive(
     VALUES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=6), max_leaves=8
