@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -49,15 +50,15 @@ BY_HAND = {
     #  8   t 30-34  80: the same; now all 32 slots are taken
     #  9   t 35-37  48: as 1; waited for 5
     # sums          544: 260,         24,        211,        49
-    "contiguous": dict(
-        finished=9, rejected=1, iterations=38, makespan_us=38 * SECOND,
-        slot_area=544, stored_area=260, copied_area=24, internal_area=211, reserved_area=49, external_area=32,
-        peak_slots=32, stored_at_peak=30, peak_stored_tokens=30,  # at t 34: twice 15
-        peak_held_blocks=8, peak_held_bytes=800, mean_held_blocks=3, mean_held_bytes=357,  # 544 / (38 × 4) = 3.57
-        mean_stored_tokens=6, mean_saved_blocks=0, peak_saved_blocks=0,
-        queried_tokens=55, hit_tokens=0, peak_cached_blocks=0, evicted_blocks=0, preemptions=0, recomputed_tokens=0,
-        peak_running=2, running_area=31, peak_queue=1, waiting_area=7,
-    ),
+    "contiguous": {
+        "finished": 9, "rejected": 1, "iterations": 38, "makespan_us": 38 * SECOND,
+        "slot_area": 544, "stored_area": 260, "copied_area": 24, "internal_area": 211, "reserved_area": 49, "external_area": 32,
+        "peak_slots": 32, "stored_at_peak": 30, "peak_stored_tokens": 30,  # at t 34: twice 15
+        "peak_held_blocks": 8, "peak_held_bytes": 800, "mean_held_blocks": 3, "mean_held_bytes": 357,  # 544 / (38 × 4) = 3.57
+        "mean_stored_tokens": 6, "mean_saved_blocks": 0, "peak_saved_blocks": 0,
+        "queried_tokens": 55, "hit_tokens": 0, "peak_cached_blocks": 0, "evicted_blocks": 0, "preemptions": 0, "recomputed_tokens": 0,
+        "peak_running": 2, "running_area": 31, "peak_queue": 1, "waiting_area": 7,
+    },
     # Blocks × 4 over time: stored, copied, never used, reserved.
     #  1   2+2+2          24: 18, -, 3, 2+1+0 = 3
     #  2                  24: the same
@@ -71,15 +72,15 @@ BY_HAND = {
     #  9   2+2            16: 5+6 = 11, -, 2, 3; at t 32 both above take a block, 10 of 8: preempted, with 7 tokens
     #      2 (t 35)        8: 7, -, 1, 0; its 7 tokens are computed again, of which the last was all it lacked
     # sums               320: 260, 6, 30, 24
-    "paged": dict(
-        finished=9, rejected=1, iterations=36, makespan_us=36 * SECOND,
-        slot_area=320, stored_area=260, copied_area=6, internal_area=30, reserved_area=24, external_area=0,
-        peak_slots=32, stored_at_peak=30, peak_stored_tokens=30,
-        peak_held_blocks=8, peak_held_bytes=800, mean_held_blocks=2, mean_held_bytes=222,  # 320 / (36 × 4) = 2.22
-        mean_stored_tokens=7, mean_saved_blocks=0, peak_saved_blocks=2,
-        queried_tokens=55, hit_tokens=0, peak_cached_blocks=0, evicted_blocks=0, preemptions=1, recomputed_tokens=7,
-        peak_running=3, running_area=31, peak_queue=1, waiting_area=3,
-    ),
+    "paged": {
+        "finished": 9, "rejected": 1, "iterations": 36, "makespan_us": 36 * SECOND,
+        "slot_area": 320, "stored_area": 260, "copied_area": 6, "internal_area": 30, "reserved_area": 24, "external_area": 0,
+        "peak_slots": 32, "stored_at_peak": 30, "peak_stored_tokens": 30,
+        "peak_held_blocks": 8, "peak_held_bytes": 800, "mean_held_blocks": 2, "mean_held_bytes": 222,  # 320 / (36 × 4) = 2.22
+        "mean_stored_tokens": 7, "mean_saved_blocks": 0, "peak_saved_blocks": 2,
+        "queried_tokens": 55, "hit_tokens": 0, "peak_cached_blocks": 0, "evicted_blocks": 0, "preemptions": 1, "recomputed_tokens": 7,
+        "peak_running": 3, "running_area": 31, "peak_queue": 1, "waiting_area": 3,
+    },
     #  1, 2  share block "1": 4 tokens found. Three blocks, 3 × 3 × 4 = 36: 4 × 3 + 2 × (1+2+3) = 24, -, 6, 6
     #  3     as above; its block "4" stays
     #  4     block "1" is there, but the last token must be computed: in place. 12: 9, -, 3, 0
@@ -88,15 +89,15 @@ BY_HAND = {
     #        At t 35 the four full blocks of 7 and 8 are left, at t 36 that of 9 too: 5 cached.
     # sums    36 + 52 + 12 + 28 + 12 + 144 + 24 = 308: 24+36+9+6+9+130+18 = 232, 6+16 = 22, 6+6+3+3+3+6+3 = 30,
     #         6+4+0+3+0+8+3 = 24; saved 1 × 3 + 5 = 8 blocks × iterations
-    "prefix": dict(
-        finished=9, rejected=1, iterations=36, makespan_us=36 * SECOND,
-        slot_area=308, stored_area=232, copied_area=22, internal_area=30, reserved_area=24, external_area=0,
-        peak_slots=32, stored_at_peak=30, peak_stored_tokens=30,
-        peak_held_blocks=8, peak_held_bytes=800, mean_held_blocks=2, mean_held_bytes=213,  # 308 / (36 × 4) = 2.14
-        mean_stored_tokens=6, mean_saved_blocks=0, peak_saved_blocks=2,
-        queried_tokens=55, hit_tokens=4, peak_cached_blocks=5, evicted_blocks=3, preemptions=1, recomputed_tokens=7,
-        peak_running=3, running_area=31, peak_queue=1, waiting_area=3,
-    ),
+    "prefix": {
+        "finished": 9, "rejected": 1, "iterations": 36, "makespan_us": 36 * SECOND,
+        "slot_area": 308, "stored_area": 232, "copied_area": 22, "internal_area": 30, "reserved_area": 24, "external_area": 0,
+        "peak_slots": 32, "stored_at_peak": 30, "peak_stored_tokens": 30,
+        "peak_held_blocks": 8, "peak_held_bytes": 800, "mean_held_blocks": 2, "mean_held_bytes": 213,  # 308 / (36 × 4) = 2.14
+        "mean_stored_tokens": 6, "mean_saved_blocks": 0, "peak_saved_blocks": 2,
+        "queried_tokens": 55, "hit_tokens": 4, "peak_cached_blocks": 5, "evicted_blocks": 3, "preemptions": 1, "recomputed_tokens": 7,
+        "peak_running": 3, "running_area": 31, "peak_queue": 1, "waiting_area": 3,
+    },
 }  # fmt: skip
 
 
@@ -114,9 +115,9 @@ def test_ten_requests_by_hand():
 
 
 def test_figure_3_of_the_pagedattention_paper():
-    # Kwon et al. 2023, figure 3: A has a prompt of 7 tokens, is to generate 3, and reserves 2,048 slots: "2,038 slots
-    # never used (internal fragmentation)" and 2 for the tokens to come, once it has stored its first ("fathers").
-    # There the last token counts as stored; here it never is. So 4 outputs, of which 3 are stored.
+    # Kwon et al. 2023, figure 3: request A has a prompt of 7 tokens and generates 4, the last of which, <eos>, is not
+    # stored. Of 2,048 slots reserved 2,038 are never used (internal fragmentation); while its first output token is
+    # written 2 are reserved for later ones.
     setup = Setup(16, None, 1, 2048, tpot=SECOND, prefill_rate=1000)
     found = replay([Request(0, 7, 4)], setup, policies=["contiguous"]).policies[0]
     assert found.iterations == 4
@@ -178,7 +179,7 @@ def test_equals_stepping_token_by_token(policy, trace, setup):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(trace=traces(), setup=setups())
 def test_equals_stepping_token_by_token_at_length(policy, trace, setup):
     same_as_reference(policy, trace, setup)
@@ -196,8 +197,8 @@ def conserved(run):
         holes = sorted(zip(run._space._starts, run._space._sizes, strict=True))
         assert sum(end - start for start, end in taken) == run.held
         pieces = sorted(taken + [(start, start + size) for start, size in holes])
-        assert all(one[1] == two[0] for one, two in zip(pieces, pieces[1:], strict=False))
-        assert all(one[0] + one[1] < two[0] for one, two in zip(holes, holes[1:], strict=False)), "not joined"
+        assert all(one[1] == two[0] for one, two in itertools.pairwise(pieces))
+        assert all(one[0] + one[1] < two[0] for one, two in itertools.pairwise(holes)), "not joined"
         if run.capacity is not None:
             assert (pieces[0][0], pieces[-1][1]) == (0, run.capacity)
             assert run.held + sum(size for _, size in holes) == run.capacity
@@ -281,7 +282,15 @@ def test_closed_loop_ignores_times():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"block_size": 0}, {"capacity_blocks": -1}, {"max_length": None}, {"tpot": 1.5}, {"reserve": "all"}]
+    "wrong",
+    [
+        {"block_size": 0},
+        {"block_size": 2**30},
+        {"capacity_blocks": -1},
+        {"max_length": None},
+        {"tpot": 1.5},
+        {"reserve": "all"},
+    ],
 )
 def test_setup_is_checked(wrong):
     setup = Setup(block_size=16, capacity_blocks=4, bytes_per_block=1, max_length=64).replace(**wrong)
@@ -321,7 +330,7 @@ def test_spilling_keeps_the_order(keep):
 # What the sources of the presets publish: median or mean of prompts and outputs, and tokens found in an endless cache.
 PUBLISHED = {
     "chat": ("median", 1020, "median", 129, 0.62),  # Splitwise; 62% in the chatbot trace of arXiv 2506.02634
-    "rag": ("median", 3167, "median", 192, None),  # medians of the nine rows that RAGPulse's page shows
+    "rag": ("median", 3175, "median", 192, None),  # medians of the nine rows that RAGPulse's page shows
     "agent": ("mean", 8596, "mean", 182, 0.59),  # Mooncake, FAST 2025, table 2
     "code": ("median", 1500, "median", 13, None),  # Splitwise
 }

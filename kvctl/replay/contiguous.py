@@ -47,6 +47,8 @@ class AddressSpace:
 class Contiguous(Simulator):
     """Units are token slots. Parallel sequences each have a copy of the prompt. Nothing grows, nobody is preempted."""
 
+    __slots__ = ("_space",)
+
     name = "contiguous"
 
     def __init__(self, setup: Setup) -> None:

@@ -10,6 +10,8 @@ from kvctl.replay.simulator import Running, Simulator
 class Paged(Simulator):
     """The sequences of one request share its prompt; the last block of that is copied when it is written."""
 
+    __slots__ = ()
+
     name = "paged"
 
     def never_fits(self, request: Request) -> bool:

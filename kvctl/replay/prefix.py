@@ -26,6 +26,8 @@ from kvctl.replay.tree import Keys, Tree
 class PrefixSharing(Paged):
     """`held` counts shared blocks once; `cached` are those of the tree that nobody holds."""
 
+    __slots__ = ("_hash_tokens", "_tree", "_whole")
+
     name = "prefix"
 
     def __init__(self, setup: Setup) -> None:

@@ -38,7 +38,8 @@ class PolicyReport(Record):
     stored_at_peak: int
     """Tokens stored in the iteration in which most is held; of several, the one with most tokens stored."""
     peak_stored_tokens: int
-    """Token states in held memory, each once. A prompt counts from its admission on, while it is being computed."""
+    """Tokens of running requests that memory holds; those of a shared block once, those of a copy not again. A prompt
+    counts from its admission on, while it is being computed."""
     mean_stored_tokens: int
     slot_area: int
     """Allocated slots."""

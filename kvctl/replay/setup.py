@@ -6,6 +6,7 @@ from kvctl.errors import UsageError
 from kvctl.record import Record
 
 RESERVES = ("max", "pow2", "exact")
+MAX_BLOCK = 2**20
 LIMIT = 2**50
 """Numbers beyond this are a slip of the keyboard."""
 
@@ -44,5 +45,7 @@ class Setup(Record):
             elif value is None:
                 if name not in ("capacity_blocks", "max_sequences", "concurrency"):
                     raise UsageError(f"{name} is missing")
-            elif type(value) is not int or not 1 <= value <= LIMIT:
-                raise UsageError(f"{name}: {value!r} is not a whole number from 1 to {LIMIT}")
+            else:
+                most = MAX_BLOCK if name == "block_size" else LIMIT
+                if type(value) is not int or not 1 <= value <= most:
+                    raise UsageError(f"{name}: {value!r} is not a whole number from 1 to {most:,}")

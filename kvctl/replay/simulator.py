@@ -41,7 +41,7 @@ class Running:
         "steps", "taken",
     )  # fmt: skip
 
-    def __init__(self, request: Request, done: int, since: int) -> None:
+    def __init__(self, request: Request, done: int) -> None:
         self.request = request
         self.length = request.input_length
         self.count = request.sequences
@@ -49,9 +49,8 @@ class Running:
         """Output tokens that each sequence had stored when it was admitted."""
         self.steps = request.output_length - 1 if request.output_length else 0
         """Output tokens that each sequence will have stored in the end."""
-        self.since = since
-        self.start = since
-        """First iteration after prefill."""
+        self.since = self.start = 0
+        """Iteration of its admission, and the first one after prefill."""
         self.phase = -1
         """Iterations, modulo the block size, in which each sequence takes a block; -1 before that."""
         self.begun = False
@@ -64,6 +63,15 @@ class Running:
 
 class Simulator:
     """What a policy adds: how much a request takes, and where."""
+
+    # With this many attributes a class without slots is slow.
+    __slots__ = (
+        "_blocked", "_ends", "_first", "_last_arrival", "_marked", "_next_in", "_phases", "_starts", "_takers", "_times",
+        "_writers", "areas", "block", "bound", "cached", "capacity", "end", "evicted", "external", "finished",
+        "gone", "held", "hits", "need", "now", "peak", "peak_cached", "peak_queue", "peak_running",
+        "peak_saved", "peak_stored", "preemptions", "queried", "queue", "recomputed", "rejected", "requests",
+        "resumed", "running", "saved", "sequences", "setup", "shared", "stored",
+    )  # fmt: skip
 
     name = ""
 
@@ -108,6 +116,8 @@ class Simulator:
         """Units that the head of the queue needs at least, known from when it did not fit.
 
         While it waits nobody else is admitted, so that the cache only loses blocks and this does not shrink."""
+        self._next_in: Running | None = None
+        """The head of the queue, from when it did not fit."""
         self._last_arrival = -1
         self._first: int | None = None
         self.requests = self.finished = self.rejected = self.preemptions = self.evicted = 0
@@ -305,11 +315,15 @@ class Simulator:
         if most is not None and self.sequences + request.sequences > most:
             self._blocked = True
             return False
-        entry = Running(request, done, self.now)
+        entry = self._next_in
+        if entry is None:
+            self._next_in = entry = Running(request, done)
+        entry.since = self.now
         hit = self.admit(entry)
         if hit < 0:
             self._blocked = True
             return False
+        self._next_in = None
         self.need = 0
         compute = request.input_length + request.sequences * done - hit
         if again:
@@ -371,5 +385,5 @@ class Simulator:
             self.preemptions += 1
             # It may fit again at once: where it had a copy of a block that others hold, it now finds that block.
             self._blocked = False
-            self.need = 0
+            self._next_in, self.need = None, 0
             self.resumed.appendleft((entry.request, self.now, done))
