@@ -1,0 +1,137 @@
+"""Assumptions that may account for a difference, the likeliest first. Each is tried, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvctl.engines import Engine
+from kvctl.engines.versions import dotted
+from kvctl.errors import KvctlError
+from kvctl.size import SizePlan
+from kvctl.spec import ModelSpec
+
+_BLOCKS = (1, 16, 32, 64, 128, 256, 512, 1024)
+_FORMATS = {
+    "vllm": ("auto", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4", "int8_per_token_head", "turboquant_4bit_nc"),
+    "sglang": ("auto", "bf16", "fp8_e4m3"),
+    "llama.cpp": ("f16", "q8_0", "q4_0", "bf16", "f32"),
+    "tensorrt-llm": ("auto", "fp8", "nvfp4"),
+}
+_STATES = ("float32", "bfloat16", "float16")
+
+
+def first(variants: Iterator[tuple[str, SizePlan]], holds: Callable[[SizePlan], bool]) -> str:
+    """The first assumption under which a plan gives the log's value; empty where none does."""
+    for words, plan in variants:
+        try:
+            if holds(plan):
+                return words
+        except KvctlError:
+            continue
+    return ""
+
+
+def variants(spec: ModelSpec, plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+    """Plans that differ in one assumption, and what that is."""
+    serving, name = plan.serving, plan.engine.name
+    yield from _versions(plan)
+    if name in ("vllm", "sglang"):
+        yield ("windowed layers keep every token, as with the hybrid cache manager off",
+               plan.replace(serving=serving.replace(hybrid_disabled=not serving.hybrid_disabled)))  # fmt: skip
+        for size in _BLOCKS:
+            if size != serving.block_size:
+                yield f"blocks of {size} tokens", plan.replace(serving=serving.replace(block_size=size))
+    yield from _drafts(plan)
+    yield from _formats(plan)
+    if name == "vllm":
+        for caching in (True, False):
+            if caching is not serving.prefix_caching:
+                yield f"prefix caching {'on' if caching else 'off'}", plan.replace(serving=serving.replace(prefix_caching=caching))
+        for batched in (2048, 4096, 8192, 16_384):
+            if batched != serving.max_batched:
+                yield f"{batched:,} tokens in a batch", plan.replace(serving=serving.replace(max_batched=batched))
+    if name in ("vllm", "sglang"):
+        for dtype in _STATES:
+            if dtype != serving.state_dtype:
+                yield f"recurrent states in {dtype}", plan.replace(serving=serving.replace(state_dtype=dtype))
+    if name == "llama.cpp":
+        yield from _llama(plan)
+    if plan.engine.splits:
+        for ranks in (1, 2, 4, 8, 16):
+            if ranks != (serving.tensor_parallel or 1):
+                yield f"tensor parallelism of {ranks}", plan.replace(serving=serving.replace(tensor_parallel=ranks))
+    if spec.max_context is not None and plan.contexts != (spec.max_context,):
+        yield f"a length of {spec.max_context:,} tokens, the model's own", plan.replace(contexts=(spec.max_context,))
+
+
+def _known(engine: Engine) -> list[str]:
+    """Versions at which an engine's rules change, newest first."""
+    if engine.name == "vllm":
+        from kvctl.engines.vllm.rules import RULES
+
+        return [dotted(rules.since) for rules in reversed(RULES)]
+    if engine.name == "sglang":
+        from kvctl.engines.sglang.budget import RULES as POOLS
+
+        return [dotted(rules.since) for rules in reversed(POOLS)]
+    if engine.name == "llama.cpp":
+        from kvctl.engines.llama_cpp.builds import BUILDS
+
+        return [f"b{build}" for build, _ in reversed(BUILDS)]
+    if engine.name == "tensorrt-llm":
+        from kvctl.engines.tensorrt_llm.settings import RULES as MANAGERS
+
+        return [dotted(rules.since) for rules in reversed(MANAGERS)]
+    return []
+
+
+def _versions(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+    for version in _known(plan.engine):
+        if version != plan.engine.version:
+            yield f"by the rules of {plan.engine.name} {version}", plan.replace(engine=plan.engine.replace(version=version))
+
+
+def _drafts(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+    serving = plan.serving
+    if plan.engine.name == "vllm":
+        if serving.speculative is not None:
+            yield "without draft layers", plan.replace(serving=serving.replace(speculative=None, draft=None))
+        else:
+            for tokens in (1, 2, 3):
+                drafting = {"method": "mtp", "num_speculative_tokens": tokens}
+                yield (f"with layers that draft {tokens} token{'s' * (tokens > 1)} (MTP)",
+                       plan.replace(serving=serving.replace(speculative=drafting)))  # fmt: skip
+    elif serving.speculative_algorithm is not None:
+        yield "without draft layers", plan.replace(
+            serving=serving.replace(speculative_algorithm=None, draft_tokens=None, draft=None, draft_path=None)
+        )
+    elif plan.engine.name == "llama.cpp":
+        yield "with draft layers (MTP)", plan.replace(serving=serving.replace(speculative_algorithm="draft-mtp"))
+
+
+def _formats(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+    for name in _FORMATS.get(plan.engine.name, ()):
+        try:
+            found = None if name == "auto" else plan.engine.kv_dtype(name, "--kv-dtype")
+        except KvctlError:
+            continue
+        if found != plan.key or plan.key != plan.value:
+            yield f"a cache in {name}", plan.replace(key=found, value=found and (found.values or found))
+
+
+def _llama(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+    serving = plan.serving
+    if not serving.swa_full:
+        yield "windowed layers keep every token (--swa-full)", plan.replace(serving=serving.replace(swa_full=True))
+    for flash in (True, False):
+        if flash is not serving.flash_attention:
+            yield f"flash attention {'on' if flash else 'off'}", plan.replace(serving=serving.replace(flash_attention=flash))
+    for ubatch in (256, 512, 1024, 2048, 4096):
+        if ubatch != serving.ubatch:
+            batch = max(serving.batch or 2048, ubatch)
+            yield f"a physical batch of {ubatch:,}", plan.replace(serving=serving.replace(ubatch=ubatch, batch=batch))
+    for slots in (1, 2, 4, 8):
+        for unified in (True, False):
+            if (slots, unified) != (serving.slots, serving.unified):
+                yield (f"{slots} slot{'s' * (slots > 1)}{' on one unified cache' if unified and slots > 1 else ''}",
+                       plan.replace(serving=serving.replace(slots=slots, unified=unified)))  # fmt: skip
