@@ -8,9 +8,9 @@ from kvctl.allocation import Allocation
 from kvctl.record import Record
 from kvctl.size import SizePlan
 from kvctl.startlog.causes import first, variants
-from kvctl.startlog.figures import GIB, Figure
+from kvctl.startlog.figures import Figure
 from kvctl.startlog.log import StartLog
-from kvctl.startlog.report import LogRow
+from kvctl.startlog.report import LogRow, row
 from kvctl.startlog.trial import Trial
 from kvctl.units import format_bytes
 
@@ -89,7 +89,11 @@ def _blocks(log: StartLog, plan: SizePlan, sample: Allocation) -> tuple[int, int
     ends: list[tuple[int, int]] = []
     for figure in log.of_one_engine("kv_available"):
         stage = next((int(word[2:]) for word in figure.where.split() if word.startswith("PP")), None)
-        size = sizes[stage * sample.tensor_parallel_size] if stage is not None and stage * sample.tensor_parallel_size < len(sizes) else max(sizes)
+        size = (
+            sizes[stage * sample.tensor_parallel_size]
+            if stage is not None and stage * sample.tensor_parallel_size < len(sizes)
+            else max(sizes)
+        )
         ends.append((int(figure.low) // size, int(figure.high) // size)) if size else None
     return (min(low for low, _ in ends), min(high for _, high in ends)) if ends else None
 
@@ -175,6 +179,9 @@ def _why(trial: Trial, found: Found) -> tuple[str, str]:
             if got is not None and got.match is not None:
                 return words, ""
 
+    if _apart(trial, found):
+        return "a draft layer shares no group with others, which makes every layer a group of its own", ""
+
     def holds(other: SizePlan) -> bool:
         got = capacity(trial, other)
         return got is not None and got.match is not None
@@ -182,6 +189,19 @@ def _why(trial: Trial, found: Found) -> tuple[str, str]:
     if cause := first(variants(trial.spec, plan), holds):
         return cause, ""
     return "", _implied(trial, found)
+
+
+def _apart(trial: Trial, found: Found) -> bool:
+    """Whether the log's tokens are those of groups of one layer each, which draw blocks of one layer's page."""
+    tokens, budget, groups = trial.log.figure("capacity"), trial.log.kv_budget, found.high.groups
+    if tokens is None or budget is None or len(groups) < 2 or trial.plan.serving.speculative is None:
+        return False
+    page = max(group.page_bytes // group.layers for group in groups)
+    request = sum(group.layers * group.blocks_per_request for group in groups)
+    return any(
+        int(blocks / request * found.high.longest_sequence) == tokens.value
+        for blocks in range(budget[0] // page, min(budget[1] // page, budget[0] // page + 4096) + 1)
+    )
 
 
 def _implied(trial: Trial, found: Found) -> str:
@@ -201,15 +221,3 @@ def _implied(trial: Trial, found: Found) -> str:
         out += f"; the log's own numbers are {sum(budget) / 2 / tokens.value:,.0f} bytes a token, kvctl's {size / found.high.block_size:,.0f}"
         out += ": another model, or another format of the cache, than was read"
     return out
-
-
-def row(
-    name: str, said: Figure, low: float | None, high: float | None, agrees: bool | None, cause: str = "", remark: str = ""
-) -> LogRow:
-    """A row of the report."""
-    difference = 0.0
-    if not agrees and low is not None and high is not None:
-        difference = said.value - (low if said.value < low else high if said.value > high else said.value)
-    text = f"{said.text} GiB" if said.unit == "bytes" and said.half >= GIB * 1e-9 and said.half % 1 else said.text
-    return LogRow(name, said.unit, text, said.value, said.half, said.line, low, high, agrees,
-                  round(difference, 6), cause, remark)  # fmt: skip

@@ -34,6 +34,8 @@ def first(variants: Iterator[tuple[str, SizePlan]], holds: Callable[[SizePlan], 
 def variants(spec: ModelSpec, plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
     """Plans that differ in one assumption, and what that is."""
     serving, name = plan.serving, plan.engine.name
+    if name == "llama.cpp":
+        yield from _llama(plan)
     yield from _versions(plan)
     if name in ("vllm", "sglang"):
         yield ("windowed layers keep every token, as with the hybrid cache manager off",
@@ -46,7 +48,10 @@ def variants(spec: ModelSpec, plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
     if name == "vllm":
         for caching in (True, False):
             if caching is not serving.prefix_caching:
-                yield f"prefix caching {'on' if caching else 'off'}", plan.replace(serving=serving.replace(prefix_caching=caching))
+                yield (
+                    f"prefix caching {'on' if caching else 'off'}",
+                    plan.replace(serving=serving.replace(prefix_caching=caching)),
+                )
         for batched in (2048, 4096, 8192, 16_384):
             if batched != serving.max_batched:
                 yield f"{batched:,} tokens in a batch", plan.replace(serving=serving.replace(max_batched=batched))
@@ -54,8 +59,11 @@ def variants(spec: ModelSpec, plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
         for dtype in _STATES:
             if dtype != serving.state_dtype:
                 yield f"recurrent states in {dtype}", plan.replace(serving=serving.replace(state_dtype=dtype))
-    if name == "llama.cpp":
-        yield from _llama(plan)
+    if (serving.pipeline_parallel or 1) > 1:
+        yield (
+            "as without pipeline stages: each is charged all layers",
+            plan.replace(serving=serving.replace(pipeline_parallel=None, stage_layers=None)),
+        )
     if plan.engine.splits:
         for ranks in (1, 2, 4, 8, 16):
             if ranks != (serving.tensor_parallel or 1):
@@ -88,7 +96,10 @@ def _known(engine: Engine) -> list[str]:
 def _versions(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
     for version in _known(plan.engine):
         if version != plan.engine.version:
-            yield f"by the rules of {plan.engine.name} {version}", plan.replace(engine=plan.engine.replace(version=version))
+            yield (
+                f"by the rules of {plan.engine.name} {version}",
+                plan.replace(engine=plan.engine.replace(version=version)),
+            )
 
 
 def _drafts(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
@@ -98,15 +109,22 @@ def _drafts(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
             yield "without draft layers", plan.replace(serving=serving.replace(speculative=None, draft=None))
         else:
             for tokens in (1, 2, 3):
-                drafting = {"method": "mtp", "num_speculative_tokens": tokens}
+                mtp = {"method": "mtp", "num_speculative_tokens": tokens}
                 yield (f"with layers that draft {tokens} token{'s' * (tokens > 1)} (MTP)",
-                       plan.replace(serving=serving.replace(speculative=drafting)))  # fmt: skip
+                       plan.replace(serving=serving.replace(speculative=mtp)))  # fmt: skip
     elif serving.speculative_algorithm is not None:
-        yield "without draft layers", plan.replace(
-            serving=serving.replace(speculative_algorithm=None, draft_tokens=None, draft=None, draft_path=None)
+        yield (
+            "without draft layers",
+            plan.replace(
+                serving=serving.replace(speculative_algorithm=None, draft_tokens=None, draft=None, draft_path=None)
+            ),
         )
     elif plan.engine.name == "llama.cpp":
-        yield "with draft layers (MTP)", plan.replace(serving=serving.replace(speculative_algorithm="draft-mtp"))
+        drafting = serving.replace(speculative_algorithm="draft-mtp")
+        yield "with draft layers (MTP)", plan.replace(serving=drafting)
+        if plan.key is not None and plan.value is not None:
+            yield (f"with draft layers (MTP) in {plan.key.name}",
+                   plan.replace(serving=drafting.replace(draft_key=plan.key.name, draft_value=plan.value.name)))  # fmt: skip
 
 
 def _formats(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
@@ -125,7 +143,10 @@ def _llama(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
         yield "windowed layers keep every token (--swa-full)", plan.replace(serving=serving.replace(swa_full=True))
     for flash in (True, False):
         if flash is not serving.flash_attention:
-            yield f"flash attention {'on' if flash else 'off'}", plan.replace(serving=serving.replace(flash_attention=flash))
+            yield (
+                f"flash attention {'on' if flash else 'off'}",
+                plan.replace(serving=serving.replace(flash_attention=flash)),
+            )
     for ubatch in (256, 512, 1024, 2048, 4096):
         if ubatch != serving.ubatch:
             batch = max(serving.batch or 2048, ubatch)

@@ -9,6 +9,7 @@ from kvctl.record import Record
 
 MIB, GIB = 2**20, 2**30
 
+_UNITS = {GIB: "GiB", MIB: "MiB", 1024: "KiB", 1: "B"}
 _MOST = 10**21
 """No count or size in a log is larger; what is, is damaged."""
 
@@ -114,8 +115,9 @@ def sized(
         return None
     shown = len(text.partition(".")[2])
     scaled = value * factor
+    printed = f"{text} {_UNITS[factor]}" if unit else text
     return Figure(name, round(scaled) if unit else scaled, factor * 0.5 * 10 ** -max(decimals, min(shown, 12)), unit,
-                  line, where, text)  # fmt: skip
+                  line, where, printed)  # fmt: skip
 
 
 def whole(name: str, text: str, unit: str, line: int, where: str = "") -> Figure | None:

@@ -21,8 +21,11 @@ _CHUNK = 2**20
 
 # What a line of interest has at least one of; all else is skipped as bytes.
 _MARKS = (b"iB", b" GB", b"GB,", b"args", b"onfig", b"blocks", b"tokens", b"llama_", b"ersion", b"build", b"memory", b"load_",
-          b"block size", b"print_info", b"KV cache", b"general.name", b"max model len", b"max_model_len", b"size:")  # fmt: skip
-_ESCAPES = re.compile(r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|(?<!\w)\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+          b"lock size", b"print_info", b"KV cache", b"general.name", b"max model len", b"max_model_len", b"max seq len", b"size:", b"specul", b"n_max=",
+          b"cache_k=")  # fmt: skip
+_ESCAPES = re.compile(
+    r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|(?<!\w)\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]"
+)
 _VLLM = re.compile(r"\(((?:\w*Engine\w*|\w*Worker\w*|APIServer\w*|\w*Actor\w*)[^()]{0,80})\)")
 _RANK = re.compile(r"\b(?:_?(DP|PP|TP)_?(\d{1,4})|rank[= ](\d{1,4}))|(?<=_)(DP|PP|TP)(\d{1,4})", re.IGNORECASE)
 _SGLANG = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]{2,4}\d{1,4})+)\]")
@@ -51,7 +54,9 @@ def lines(path: str) -> Iterator[Line]:
         return
     try:
         if not Path(path).exists():
-            raise SourceError(f"{path[:200]}: no such log", hint="the file that the engine's output went to, or - for standard input")
+            raise SourceError(
+                f"{path[:200]}: no such log", hint="the file that the engine's output went to, or - for standard input"
+            )
         if not Path(path).is_file():
             raise SourceError(f"{path[:200]} is not a file", hint="name the log itself")
         with open(path, "rb") as source:
@@ -101,7 +106,9 @@ def _split(head: bytes, source: BinaryIO) -> Iterator[bytes]:
         chunk = source.read(_CHUNK)
         seen += len(chunk)
         if seen > LARGEST:
-            raise SourceError(f"the log is larger than {LARGEST >> 30} GiB", hint="its part with the last start is enough")
+            raise SourceError(
+                f"the log is larger than {LARGEST >> 30} GiB", hint="its part with the last start is enough"
+            )
         if not chunk:
             break
         pending += chunk

@@ -31,11 +31,22 @@ def pool(text: str, line: int = 0, where: str = "") -> Pool | None:
     """The cache that a line announces; the same for lines that kvctl predicts."""
     if (match := CACHE.search(text)) is not None:
         slots = f"{match[4]}/{match[5]}" if match[5] else match[4] or ""
-        return _pool("cache", match[2], match[3], slots, (match[6], match[8]), (("K", match[7]), ("V", match[9])), line, where)
+        return _pool(
+            "cache", match[2], match[3], slots, (match[6], match[8]), (("K", match[7]), ("V", match[9])), line, where
+        )
     if (match := STATES.search(text)) is not None:
         # Draft tokens keep snapshots beside the state.
         snapshots = f"{match[4]}, {match[5]} rs_seq" if match[5] and match[5] != "0" else match[4]
-        return _pool("states", match[2], match[3], snapshots, (match[6], match[8]), (("R", match[7]), ("S", match[9])), line, where)
+        return _pool(
+            "states",
+            match[2],
+            match[3],
+            snapshots,
+            (match[6], match[8]),
+            (("R", match[7]), ("S", match[9])),
+            line,
+            where,
+        )
     if (match := SELF.search(text)) is not None:
         return _pool("cache", None, None, "", (match[2], match[4]), (("K", match[3]), ("V", match[5])), line, where)
     return None
@@ -60,7 +71,13 @@ def _keep(start: Start, match: re.Match[str], line: Line) -> None:
 
 
 def _buffer(start: Start, match: re.Match[str], line: Line) -> None:
-    name = {"model": "weights", "KV": "kv_buffer", "RS": "state_buffer", "compute": "compute_buffer", "output": "output_buffer"}[match[2]]
+    name = {
+        "model": "weights",
+        "KV": "kv_buffer",
+        "RS": "state_buffer",
+        "compute": "compute_buffer",
+        "output": "output_buffer",
+    }[match[2]]
     start.add(sized(name, match[3], MIB, line.number, match[1][:40]))
 
 
@@ -106,7 +123,9 @@ def _ollama(start: Start, match: re.Match[str], line: Line) -> None:
 
 
 def _required(start: Start, match: re.Match[str], line: Line) -> None:
-    start.add(sized("kv_estimate", match[1], {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[2]], line.number, "", 1))
+    start.add(
+        sized("kv_estimate", match[1], {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[2]], line.number, "", 1)
+    )
 
 
 _N = r" += +(\S+)"
@@ -156,7 +175,11 @@ class LlamaReader(Reader):
         if "starting llama" in line.text and "cmd=" in line.text:
             return True
         # The model's file is opened again where it is only looked whether it fits; then no cache was made.
-        return "loaded meta data" in line.text and (bool(start.pools) or start.has("kv_buffer")) and "draft" not in line.text
+        return (
+            "loaded meta data" in line.text
+            and (bool(start.pools) or start.has("kv_buffer"))
+            and "draft" not in line.text
+        )
 
     def feed(self, line: Line) -> None:
         version = self.current.facts.get("version") if self.current is not None else None
@@ -178,7 +201,8 @@ def model(start: Start) -> str | None:
 
 def settings(start: Start) -> dict[str, Any]:
     """Options of llama-server that lead to what the log says is in effect, by their name without dashes."""
-    config, out = start.config, {}
+    config = start.config
+    out: dict[str, Any] = {}
     cells = next((pool for pool in start.pools if pool.kind == "cache"), None)
     slots = count(config.get("n_seq_max", ""))
     unified = config.get("kv_unified") in ("true", "1")
@@ -206,12 +230,9 @@ def settings(start: Start) -> dict[str, Any]:
         out["cache-type-k"], out["cache-type-v"] = cells.formats
     if "mtp" in start.facts.get("drafting", ""):
         out["spec-type"] = "draft-mtp"
-        if drafted := start.facts.get("draft_max", config.get("n_rs_seq", "")):
-            if count(drafted):
-                out["spec-draft-n-max"] = drafted
+        if count(drafted := start.facts.get("draft_max", config.get("n_rs_seq", ""))):
+            out["spec-draft-n-max"] = drafted
         for name, option in (("draft_key", "cache-type-k-draft"), ("draft_value", "cache-type-v-draft")):
             if name in start.facts:
                 out[option] = start.facts[name]
     return out
-
-

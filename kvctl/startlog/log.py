@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -74,7 +75,8 @@ class StartLog(Record):
         if (exact := self.exact_budget()) is not None:
             return exact, exact
         if self.engine == "sglang":
-            return self._rest()
+            fraction = self.figure("fraction")
+            return self.rest(fraction.value) if fraction is not None else None
         found = self.figure("kv_available") or self.figure("available_refused")
         return (int(found.low), int(found.high)) if found is not None else None
 
@@ -86,14 +88,17 @@ class StartLog(Record):
         exact = int(advised.value) + _BUFFER
         return exact if shown is None or shown.low <= exact <= shown.high else None
 
-    def _rest(self) -> tuple[int, int] | None:
-        """SGLang: free memory after loading, less the share of that before which is left alone."""
-        after, before, fraction = self.figure("free_after"), self.figure("free_before"), self.figure("fraction")
-        if after is None or before is None or fraction is None:
+    def rest(self, fraction: float) -> tuple[int, int] | None:
+        """SGLang: free memory after loading, less the share of that before which is left alone, from … to."""
+        after, before, used = self.figure("free_after"), self.figure("free_before"), self.figure("weights")
+        if after is None or (before is None and used is None):
             return None
-        # Every rank counts with the least that any has left.
-        rest = 1 - fraction.value
-        low, high = after.low - before.high * rest, after.high - before.low * rest
+        # The least that any rank has counts. What was free before is printed, or is what loading used and the rest.
+        first = before or after
+        more = 0.0 if before is not None or used is None else used.value
+        half = first.half if before is not None or used is None else first.half + used.half
+        low = after.low - (first.value + more + half) * (1 - fraction)
+        high = after.high - (first.value + more - half) * (1 - fraction)
         return (int(low), int(high)) if high > 0 else None
 
     def told(self, serving: Serving, budget: int | None) -> Serving:
@@ -136,7 +141,9 @@ def read_log(path: str) -> StartLog:
             hint="--from-log knows what vLLM, SGLang, llama.cpp, TensorRT-LLM and Ollama print of their memory",
         )
     # A complete start counts before one that is cut off; of several the last.
-    reader, start, complete = max(found, key=lambda item: (item[2], len(item[1].figures) + len(item[1].pools) > 0, item[1].last))
+    reader, start, complete = max(
+        found, key=lambda item: (item[2], len(item[1].figures) + len(item[1].pools) > 0, item[1].last)
+    )
     return _log(path, reader, start, complete)
 
 
@@ -238,7 +245,7 @@ def _ollama(start: Start, settings: dict[str, Any]) -> str:
         words = shlex.split(start.facts["command"], posix=True)
     except ValueError:
         words = start.facts["command"].split()
-    given = dict(zip(words, words[1:], strict=False))
+    given = dict(pairwise(words))
     out: list[str] = []
     for long, short in _RUNNER.items():
         found = given.get(long) or given.get(short)
@@ -251,4 +258,6 @@ def _ollama(start: Start, settings: dict[str, Any]) -> str:
         out += ["-ctv", shlex.quote(given["--kv-cache-type"])]
     if (flash := settings.get("flash-attn")) is not None:
         out += ["-fa", flash]
-    return " ".join(["llama-server", *(["-m", shlex.quote(start.facts["model"])] if "model" in start.facts else []), *out])
+    return " ".join(
+        ["llama-server", *(["-m", shlex.quote(start.facts["model"])] if "model" in start.facts else []), *out]
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.record import Record
-from kvctl.startlog.figures import Refusal
+from kvctl.startlog.figures import Figure, Refusal
 from kvctl.startlog.log import StartLog
 
 
@@ -35,6 +35,23 @@ class LogRow(Record):
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields}
         return out | {"cause": self.cause or None, "remark": self.remark or None}
+
+
+def row(
+    name: str,
+    said: Figure,
+    low: float | None,
+    high: float | None,
+    agrees: bool | None,
+    cause: str = "",
+    remark: str = "",
+) -> LogRow:
+    """A row of the report."""
+    difference = 0.0
+    if not agrees and low is not None and high is not None:
+        difference = said.value - (low if said.value < low else high if said.value > high else said.value)
+    return LogRow(name, said.unit, said.text, said.value, said.half, said.line, low, high, agrees,
+                  round(difference, 6), cause, remark)  # fmt: skip
 
 
 class Refused(Record):

@@ -32,7 +32,9 @@ LIMITS = re.compile(r"max_total_num_tokens=(\d+)(?:.*?max_running_requests=(\d+)
 def pool(text: str, line: int = 0, where: str = "") -> Pool | None:
     """The pool that a line announces; the same for lines that kvctl predicts."""
     if (match := KV.search(text)) is not None:
-        sizes = (("K", match[4]), ("V", match[5])) if match[4] else (("KV", match[6]),)
+        sizes: tuple[tuple[str, str | None], ...] = (
+            (("K", match[4]), ("V", match[5])) if match[4] else (("KV", match[6]),)
+        )
         return _pool(match[1] or "cache", match[3], sizes, line, where, (match[2],) if match[2] else ())
     if (match := STATES.search(text)) is not None:
         sizes = (("conv", match[2]), ("ssm", match[3]), ("draft ssm", match[4]), ("draft conv", match[5]))
@@ -43,7 +45,12 @@ def pool(text: str, line: int = 0, where: str = "") -> Pool | None:
 
 
 def _pool(
-    kind: str, tokens: str | None, sizes: tuple[tuple[str, str | None], ...], line: int, where: str, formats: tuple[str, ...]
+    kind: str,
+    tokens: str | None,
+    sizes: tuple[tuple[str, str | None], ...],
+    line: int,
+    where: str,
+    formats: tuple[str, ...],
 ) -> Pool | None:
     values = [(name, number(text)) for name, text in sizes if text is not None]
     if any(value is None for _, value in values):

@@ -55,7 +55,7 @@ class Start:
         return any(figure.name == name for figure in self.figures)
 
 
-Handler = Callable[[Start, "re.Match[str]", Line], None]
+Handler = Callable[[Start, "re.Match[str]", Line], object]
 
 
 class Reader:

@@ -67,7 +67,7 @@ class TrtReader(Reader):
              rf"{_SIZE} GiB(?:, fraction is set {_SIZE}, kv size(?: per token)? is (\d+)\. device total memory {_SIZE} GiB)?"
              rf"(?:[, ]*(?:tmp kv_mem|temporary kv cache memory during profiling) {_SIZE} GiB)?", _measured),
         rule("Max KV cache blocks per sequence", r"Max KV cache blocks per sequence: (\d+) \[window size=(\d+)\], tokens per block=(\d+), "
-             r"primary blocks=(\d+), secondary blocks=\d+(?:, max sequence length=(\d+))?",
+             r"primary blocks=(\d+)(?:, secondary blocks=\d+)?(?:, max sequence length=(\d+))?",
              _sequence),
         rule("Number of tokens per block", r"Number of tokens per block: (\d+)",
              lambda start, match, line: start.facts.__setitem__("block", match[1])),

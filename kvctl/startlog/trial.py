@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvctl.allocation import Allocation, Serving
 from kvctl.errors import KvctlError
 from kvctl.size import SizePlan, prepare
@@ -27,11 +29,13 @@ class Trial:
             return max(self.plan.contexts)
         return self.spec.max_context or 4096
 
-    def allocation(self, plan: SizePlan | None = None, context: int | None = None, **serving: object) -> Allocation | None:
+    def allocation(self, plan: SizePlan | None = None, context: int | None = None, **serving: Any) -> Allocation | None:
         """What the engine reserves for one request; None where it, or kvctl, refuses."""
         plan = plan or self.plan
         try:
-            told: Serving = plan.serving.replace(**serving, encoder=plan.encoder_tokens or self.spec.default_encoder or 0)
+            told: Serving = plan.serving.replace(
+                **serving, encoder=plan.encoder_tokens or self.spec.default_encoder or 0
+            )
             return plan.engine.plan(self.spec, context or self.length, 1, self._format(plan), told)
         except KvctlError:
             return None

@@ -22,7 +22,9 @@ def _gib(*names: str) -> Any:
     """A handler that takes the groups of a pattern as sizes in GiB."""
 
     def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.add(*(sized(name, match[index], GIB, line.number, line.where) for index, name in enumerate(names, 1) if name))
+        start.add(
+            *(sized(name, match[index], GIB, line.number, line.where) for index, name in enumerate(names, 1) if name)
+        )
 
     return handler
 
@@ -122,6 +124,11 @@ def _not_free(start: Start, match: re.Match[str], line: Line) -> None:
     start.add(_ratio("utilization", match[3], line), sized("requested", match[4], GIB, line.number, line.where))
 
 
+def _in_use(start: Start, match: re.Match[str], line: Line) -> None:
+    if not start.has("kv_available"):
+        _gib("kv_available")(start, match, line)
+
+
 _DEVICE = _gib("device_free", "device_total")
 
 RULES = (
@@ -142,10 +149,15 @@ RULES = (
     rule("model weights take", rf"model weights take {_SIZE}GiB; non_torch_memory takes {_SIZE}GiB; PyTorch activation peak "
          rf"memory takes {_SIZE}GiB; the rest of the memory reserved for KV Cache is {_SIZE}GiB",
          _gib("weights_profiled", "non_torch", "activations", "kv_available")),
+    rule("kv_cache_size=", rf"total_gpu_memory={_SIZE}GiB.*?kv_cache_size={_SIZE}GiB", _gib("device_total", "kv_available")),
     rule("torch peak memory increase", rf"torch peak memory increase: {_SIZE}GiB", _gib("activations_profiled")),
     rule("Available KV cache memory", rf"Available KV cache memory: {_SIZE} GiB", _gib("kv_available")),
     rule("CUDA graph memory", rf"Estimated CUDA graph memory: {_SIZE} GiB total", _gib("graphs_estimated")),
     rule("Graph capturing finished", rf"Graph capturing finished in \d+ secs?, took {_SIZE} GiB", _gib("graphs")),
+    rule("CUDA graph pool memory", rf"CUDA graph pool memory: {_SIZE} GiB \(actual\), {_SIZE} GiB \(estimated\)",
+         _gib("graphs", "graphs_estimated")),
+    rule("CUDA graph pool memory", rf"CUDA graph pool memory: {_SIZE} GiB \(actual\), {_SIZE} GiB \(estimated\)",
+         _gib("graphs", "graphs_estimated")),
     rule("blocks:", r"# (?:GPU|\w+) blocks: (\d+), # CPU blocks: \d+", _blocks),
     rule("num_gpu_blocks is", r"num_gpu_blocks is: (\d+)", _blocks),
     rule("KV cache size", r"(GPU|CPU|XPU|NPU)(?: \+ host)? KV cache size: ([\d,]+) tokens", _capacity),
@@ -156,6 +168,7 @@ RULES = (
          rf"non-torch memory, and {_SIZE} GiB for CUDAGraph memory", _gib("weights_used", "activations", "non_torch", "graphs")),
     rule("consumed memory", rf"Actual usage is {_SIZE} GiB for consumed memory \(weights \+ non-torch\), {_SIZE} GiB for peak "
          rf"activation(?:, and {_SIZE} GiB for CUDAGraph memory)?", _consumed),
+    rule("cache memory in use", rf"Current kv cache memory in use is {_SIZE} GiB", _in_use),
     rule("--kv-cache-memory=", r"--kv-cache-memory=(\d+)`? \([^)]*\) to fit into requested memory", _suggested),
     # Why it did not start.
     rule("max seq len (", r"To serve at least one request with (?:the )?models?'?s? max seq len \((\d+)\)",
@@ -172,7 +185,9 @@ RULES = (
 )  # fmt: skip
 
 
-_BEGINS = re.compile(r"vLLM API server version|non-default args: ?\{|[█▀▄▌]\s+version \d|Initializing (?:a|an) (?:V[01] )?LLM engine")
+_BEGINS = re.compile(
+    r"vLLM API server version|non-default args: ?\{|[█▀▄▌]\s+version \d|Initializing (?:a|an) (?:V[01] )?LLM engine"
+)
 
 
 class VllmReader(Reader):
@@ -229,7 +244,12 @@ def settings(start: Start) -> dict[str, Any]:
     for name, option in _IN_EFFECT:
         if isinstance(found := config.get(name), str | int) and not isinstance(found, bool):
             out[option] = str(found).removeprefix("torch.")
-    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
+    for option in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+    ):
         if str(out.get(option)) == "1":
             del out[option]
     if isinstance(config.get("enable_prefix_caching"), bool):
