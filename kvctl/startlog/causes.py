@@ -134,7 +134,8 @@ def _formats(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
         except KvctlError:
             continue
         if found != plan.key or plan.key != plan.value:
-            yield f"a cache in {name}", plan.replace(key=found, value=found and (found.values or found))
+            words = "the model's own dtype" if name == "auto" else name
+            yield f"a cache in {words}", plan.replace(key=found, value=found and (found.values or found))
 
 
 def _llama(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:

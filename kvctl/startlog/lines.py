@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import io
 import re
 import sys
 from collections.abc import Iterator
@@ -19,12 +18,14 @@ _LONGEST = 2**18
 """Bytes of a line that are looked at."""
 _CHUNK = 2**20
 
-# What a line of interest has at least one of; all else is skipped as bytes.
-_MARKS = (b"iB", b" GB", b"GB,", b"args", b"onfig", b"blocks", b"tokens", b"llama_", b"ersion", b"build", b"memory", b"load_",
-          b"lock size", b"print_info", b"KV cache", b"general.name", b"max model len", b"max_model_len", b"max seq len", b"size:", b"specul", b"n_max=",
-          b"cache_k=")  # fmt: skip
+# What a line of interest has at least one of; a server's log has millions of others, which are passed over as bytes.
+_MARKS = (
+    b"iB", b"GB", b"args", b"with config", b"blocks", b"_tokens", b"concurrency", b"KV cache size", b"KV cache pool", b"lock size",
+    b"max seq len", b"model length", b"max model len", b"max_model_len", b"padding layers", b"of memory", b"enough memory", b"tokens per block", b"ersion", b"build",
+    b"llama_", b"general.name", b"loaded meta data", b"using device", b"specul", b"n_max=", b"cache_k=", b"n_parallel", b"to allocate",
+)  # fmt: skip
 _ESCAPES = re.compile(
-    r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|(?<!\w)\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]"
+    r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|(?<!\w)\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 _VLLM = re.compile(r"\(((?:\w*Engine\w*|\w*Worker\w*|APIServer\w*|\w*Actor\w*)[^()]{0,80})\)")
 _RANK = re.compile(r"\b(?:_?(DP|PP|TP)_?(\d{1,4})|rank[= ](\d{1,4}))|(?<=_)(DP|PP|TP)(\d{1,4})", re.IGNORECASE)
@@ -74,11 +75,7 @@ def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
     coding = next((coding for mark, coding in _BOMS if head.startswith(mark)), "")
     if not coding and b"\x00" in head:
         raise SourceError(f"{name} is no text", hint="--from-log reads what an engine prints when it starts")
-    utf16 = coding.startswith("utf-16")
-    raw = _decoded(head, source, coding) if utf16 else _split(head, source)
-    for number, line in enumerate(raw, 1):
-        if not any(mark in line for mark in _MARKS):
-            continue
+    for number, line in _marked(_chunks(head, source, coding)):
         text = line.decode("utf-8", "replace")
         if text.startswith("{"):
             text = _unwrapped(text)
@@ -89,45 +86,55 @@ def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
                 yield Line(number, clean, _where(clean[:600]))
 
 
-def _split(head: bytes, source: BinaryIO) -> Iterator[bytes]:
-    """Lines without their ends; of a longer one the start, in bounded memory."""
-    pending, dropping, seen = head, False, len(head)
-    while True:
-        rows = pending.split(b"\n")
-        pending = rows.pop()
-        for row in rows:
-            if not dropping:
-                yield row[:_LONGEST]
-            dropping = False
-        if len(pending) > _LONGEST:
-            if not dropping:
-                yield pending[:_LONGEST]
-            pending, dropping = b"", True
-        chunk = source.read(_CHUNK)
+def _chunks(head: bytes, source: BinaryIO, coding: str) -> Iterator[bytes]:
+    """The file in pieces, as UTF-8; PowerShell writes UTF-16."""
+    decoder = codecs.getincrementaldecoder(coding)("replace") if coding.startswith("utf-16") else None
+    chunk, seen = head, 0
+    while chunk:
+        yield decoder.decode(chunk).encode("utf-8", "replace") if decoder is not None else chunk
         seen += len(chunk)
         if seen > LARGEST:
             raise SourceError(
                 f"the log is larger than {LARGEST >> 30} GiB", hint="its part with the last start is enough"
             )
-        if not chunk:
-            break
+        chunk = source.read(_CHUNK)
+
+
+def _marked(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines that hold a mark, with their numbers; of one that is too long the start."""
+    pending, first, dropping = b"", 1, False
+    for chunk in chunks:
+        if dropping:  # the rest of a line that was too long
+            _, ended, chunk = chunk.partition(b"\n")
+            if not ended:
+                continue
+            first, dropping = first + 1, False
         pending += chunk
-    if pending and not dropping:
-        yield pending[:_LONGEST]
+        whole, end, rest = pending.rpartition(b"\n")
+        if end:
+            yield from _found(whole, first)
+            first += whole.count(b"\n") + 1
+            pending = rest
+        if len(pending) > _LONGEST:
+            yield from _found(pending[:_LONGEST], first)
+            pending, dropping = b"", True
+    yield from _found(pending, first)
 
 
-def _decoded(head: bytes, source: BinaryIO, coding: str) -> Iterator[bytes]:
-    """The same of UTF-16, as PowerShell writes it."""
-    decoder = codecs.getincrementaldecoder(coding)("replace")
-
-    class Again(io.RawIOBase):
-        def read(self, size: int = -1) -> bytes:
-            while chunk := source.read(_CHUNK):
-                if text := decoder.decode(chunk):
-                    return text.encode("utf-8", "replace")
-            return b""
-
-    yield from _split(decoder.decode(head[2:]).encode("utf-8", "replace"), Again())  # type: ignore[arg-type]
+def _found(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of `block` with a mark; searching for marks is far faster than looking at every line."""
+    starts: dict[int, int] = {}
+    for mark in _MARKS:
+        at = block.find(mark)
+        while at >= 0:
+            start, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
+            starts[start] = len(block) if end < 0 else end
+            at = block.find(mark, end) if end >= 0 else -1
+    number, counted = first, 0
+    for start in sorted(starts):
+        number += block.count(b"\n", counted, start)
+        counted = start
+        yield number, block[start : min(starts[start], start + _LONGEST)]
 
 
 def _unwrapped(text: str) -> str:

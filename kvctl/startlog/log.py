@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from itertools import pairwise
 from types import ModuleType
@@ -50,6 +51,20 @@ class StartLog(Record):
     line: int
     """Where this one begins."""
     notes: tuple[str, ...]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that the model may be found under, the surest first: as told, then what its path or its file calls it."""
+        names = [self.model] if self.model else []
+        parts = [part for part in re.split(r"[/\\\\]", self.model or "") if part]
+        hub = next((part for part in parts if part.startswith("models--")), None)
+        if hub is not None:
+            names.append(hub.removeprefix("models--").replace("--", "/", 1))
+        elif len(parts) > 1 and not (self.model or "").endswith(".gguf") and "blobs" not in parts:
+            names += ["/".join(parts[-2:]), parts[-1]]
+        if self.model_name:
+            names.append(self.model_name)
+        return tuple(dict.fromkeys(names))
 
     def all(self, name: str) -> tuple[Figure, ...]:
         """Every value of this name."""
@@ -203,7 +218,7 @@ def _rules(engine: str, version: str | None, notes: list[str]) -> str:
     from kvctl.engines import engine as find
 
     if version is None:
-        if engine in ("sglang", "llama.cpp"):
+        if engine != "tensorrt-llm":
             notes.append(f"the log does not name {engine}'s version: the newest rules known are used")
         return engine
     plain = version.partition("+")[0] if engine == "sglang" else version
@@ -219,7 +234,7 @@ def _words(engine: str, settings: dict[str, Any], model: str | None) -> list[str
     """Words of a command line, for a shell."""
     import json
 
-    words = [] if model is None else [shlex.quote(model)]
+    words = [] if model is None or model.startswith("-") else [shlex.quote(model)]
     if words and engine == "sglang":
         words.insert(0, "--model-path")
     elif words and engine == "llama.cpp":

@@ -103,6 +103,9 @@ def _too_long(trial: Trial) -> Why:
         short = int(needed.value - available.value)
         why = f"one request of {length:,} tokens takes {needed.text}, and {available.text} are left for the cache: {format_bytes(max(short, 0))} short"
         fits += _more_share(trial, short, (available.high - available.value) + (needed.high - needed.value))
+    elif (budget := log.kv_budget) is not None and (one := trial.allocation(kv_budget=None)) is not None:
+        short = int(one.reserved_bytes - sum(budget) / 2)
+        why = f"one request of {length:,} tokens takes {format_bytes(one.reserved_bytes)} by kvctl's count, {format_bytes(max(short, 0))} more than is left for the cache"
     fits += _smaller(trial)
     return why, short, fits
 
@@ -167,6 +170,8 @@ def _fraction(trial: Trial) -> Why:
     if after is None or (before is None and used is None):
         return "the memory that --mem-fraction-static leaves is taken by the weights", None, []
     start = before.value if before is not None else after.value + (used.value if used is not None else 0)
+    if start <= 0:
+        return "nothing is left of the GPU's memory", None, []
     least = 1 - after.value / start
     short = int(start * (1 - fraction) - after.value) if fraction is not None else None
     why = (f"of {format_bytes(int(start))} that were free, {format_bytes(int(after.value))} are left after the weights"

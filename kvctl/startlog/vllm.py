@@ -29,8 +29,10 @@ def _gib(*names: str) -> Any:
     return handler
 
 
-def _ratio(name: str, text: str, line: Line, decimals: int = 0) -> Figure | None:
-    return sized(name, text, 1, line.number, line.where, decimals, unit="")
+def _ratio(name: str, text: str, line: Line, decimals: int | None = None) -> Figure | None:
+    """A number without a unit; exact where it is not printed with so many decimals."""
+    found = sized(name, text, 1, line.number, line.where, decimals or 0, unit="")
+    return found if found is None or decimals is not None else found.replace(half=0)
 
 
 def _count(name: str, unit: str) -> Any:
