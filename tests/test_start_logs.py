@@ -16,6 +16,7 @@ import test_vllm_published as vllm_published
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvctl.allocation import Serving
 from kvctl.engines import Engine
 from kvctl.engines import engine as find_engine
 from kvctl.errors import KvctlError, SourceError
@@ -309,6 +310,62 @@ def test_what_the_engine_measured_stands_beside_estimates(tmp_path: Path, monkey
     assert rows["capacity"].agrees
     assert (rows["weights"].low, rows["weights"].agrees) == (16_381_470_720, None)
     assert rows["left for the cache"].remark == "kvctl's is an estimate"
+
+
+def test_a_length_that_the_engine_chose(tmp_path: Path) -> None:
+    """vllm 0.29 v1/core/kv_cache_utils.py: the longest that 4 GiB less a block hold, 1,819 blocks of 16 tokens."""
+    text = CONFIG.format("0.29.0", 40_960, 1) + (
+        "INFO [gpu_worker.py:1] Available KV cache memory: 4.0 GiB\n"
+        "INFO [kv_cache_utils.py:2044] Auto-fit max_model_len: reduced from 40960 to 29104 to fit in available GPU memory (4.0 GiB)\n"
+        "INFO [kv_cache_utils.py:2235] GPU KV cache size: 29,120 tokens, Maximum concurrency for 29,104 tokens per request: 1.00x\n"
+    )
+    log = read(tmp_path, text)
+    assert "--max-model-len 29104" in log.engine_args
+    rows = {row.name: row for row in report(log, {"model": "Qwen3-8B"}).rows}
+    assert [rows[name].agrees for name in ("capacity", "concurrency", "longest")] == [True] * 3
+
+
+def test_a_cache_on_a_cpu(tmp_path: Path) -> None:
+    """vllm-ascend's and vLLM's CPU platform count alike; Qwen3-0.6B, 114,688 B a token, blocks of 128."""
+    text = CONFIG.format("0.18.0+cpu", 1024, 1).replace("device_config=cuda", "device_config=cpu")
+    log = read(tmp_path, text + "INFO CPU KV cache size: 174,720 tokens\n")
+    assert (log.device, log.rules) == ("cpu", "vllm@0.18.0+cpu")
+    assert log.told(Serving(), 5).device == "cpu"
+    assert log.told(Serving(), 5).kv_budget == 5
+    assert log.told(Serving(kv_budget=7), 5).kv_budget == 7
+
+
+def test_ollamas_own_engine_is_read_and_not_compared(tmp_path: Path) -> None:
+    text = (
+        'time=2025-07-24T18:29:07.5+09:00 level=INFO source=server.go:175 msg=offload memory.required.kv="1.6 GiB" memory.graph.full="565.0 MiB"\n'
+        'time=2025-07-24T18:29:07.517+09:00 level=INFO source=server.go:438 msg="starting llama server" cmd="C:\\\\Users\\\\x\\\\ollama.exe '
+        "runner --ollama-engine --model C:\\\\Users\\\\x\\\\blobs\\\\sha256-e7 --ctx-size 8192 --batch-size 512 --n-gpu-layers 63 "
+        '--kv-cache-type q8_0 --parallel 2 --port 49262"\n'
+        'time=2025-07-24T18:29:20.1+09:00 level=INFO source=device.go:251 msg="kv cache" device=CUDA0 size="1.6 GiB"\n'
+    )
+    log = read(tmp_path, text)
+    assert (log.engine, log.rules, log.complete) == ("ollama", "llama.cpp", True)
+    assert log.engine_args == "llama-server -c 8192 -np 2 -b 512 -ctk q8_0 -ctv q8_0"
+    assert log.figure("kv_cache").half == 0.05 * GIB  # type: ignore[union-attr]
+    assert log.figure("kv_estimate").text == "1.6 GiB"  # type: ignore[union-attr]
+    found = report(log, {"model": "gemma-3-27b-it"})
+    assert found.rows == ()
+    assert any("Ollama's own engine" in note for note in found.notes)
+
+
+def test_a_cache_that_ran_full_is_counted(tmp_path: Path) -> None:
+    line = (
+        "[2026-01-01 00:00:00 TP0] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio: 0.5\n"
+    )
+    log = read(tmp_path, "[2026-01-01 00:00:00 TP0] max_total_num_tokens=1000, context_len=2048\n" + line * 3)
+    assert any("ran full 3 times" in note for note in log.notes)
+    assert log.refusal is None
+
+
+def test_an_error_before_another_try_is_none(tmp_path: Path) -> None:
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.00 GiB is free\n"
+    assert read(tmp_path, oom + vllm_start(4, 29_120)).refusal is None
+    assert read(tmp_path, vllm_start(4, 29_120) + oom).refusal.kind == "out of memory"  # type: ignore[union-attr]
 
 
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

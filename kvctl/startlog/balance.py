@@ -93,6 +93,8 @@ def _weights(trial: Trial, plan: SizePlan, result: SizeResult) -> Iterator[LogRo
         return
     ranks = (plan.serving.tensor_parallel or 1) * (plan.serving.pipeline_parallel or 1)
     if trial.log.engine in ("llama.cpp", "ollama"):
+        if "GGUF" not in weights.source:
+            return  # another file than the one that was loaded
         total = Figure("weights", sum(part.value for part in said), sum(part.half for part in said), "bytes", said[0].line, "",
                        " + ".join(f"{part.text} on {part.where}" for part in said[:8]))  # fmt: skip
         yield row("weights", total, weights.bytes, weights.bytes, None)

@@ -65,11 +65,13 @@ def capacity(trial: Trial, plan: SizePlan, meaning: str = "") -> Found | None:
             found = at(middle)
             reached = _tokens(found, meaning) if found is not None else None
             first, last = (middle + 1, last) if reached is not None and reached < wanted.value else (first, middle)
-        low, high = first, min(first + _NEAR, high)
+        low = first
     for blocks in range(low, min(low + _NEAR, high) + 1):
         found = at(blocks)
         if found is not None and _says(found, wanted, concurrency, meaning):
             return Found(ends[0], ends[1], held, found)
+        if found is None or (wanted is not None and _tokens(found, meaning) != wanted.value):
+            break
     return Found(ends[0], ends[1], held, None)
 
 
@@ -86,15 +88,13 @@ def _blocks(log: StartLog, plan: SizePlan, sample: Allocation) -> tuple[int, int
     if min(sizes) == max(sizes):
         return max(budget[0], 0) // sizes[0], budget[1] // sizes[0]
     # Stages hold blocks of their own sizes, and all have as many as the one with the fewest.
-    ends: list[tuple[int, int]] = []
+    ends = []
     for figure in log.of_one_engine("kv_available"):
-        stage = next((int(word[2:]) for word in figure.where.split() if word.startswith("PP")), None)
-        size = (
-            sizes[stage * sample.tensor_parallel_size]
-            if stage is not None and stage * sample.tensor_parallel_size < len(sizes)
-            else max(sizes)
-        )
-        ends.append((int(figure.low) // size, int(figure.high) // size)) if size else None
+        stage = next((int(word[2:]) for word in figure.where.split() if word.startswith("PP")), 0)
+        first_rank = stage * sample.tensor_parallel_size
+        size = sizes[first_rank] if "PP" in figure.where and first_rank < len(sizes) else max(sizes)
+        if size:
+            ends.append((int(figure.low) // size, int(figure.high) // size))
     return (min(low for low, _ in ends), min(high for _, high in ends)) if ends else None
 
 

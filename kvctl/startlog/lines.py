@@ -22,7 +22,7 @@ _CHUNK = 2**20
 _MARKS = (
     b"iB", b"GB", b"args", b"with config", b"blocks", b"_tokens", b"concurrency", b"KV cache size", b"KV cache pool", b"lock size",
     b"max seq len", b"model length", b"max model len", b"max_model_len", b"padding layers", b"of memory", b"enough memory", b"tokens per block", b"ersion", b"build",
-    b"llama_", b"general.name", b"loaded meta data", b"using device", b"specul", b"n_max=", b"cache_k=", b"n_parallel", b"to allocate",
+    b"llama_", b"starting llama", b"general.name", b"loaded meta data", b"using device", b"specul", b"n_max=", b"cache_k=", b"n_parallel", b"to allocate",
 )  # fmt: skip
 _ESCAPES = re.compile(
     r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|(?<!\w)\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"

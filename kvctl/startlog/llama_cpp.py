@@ -82,10 +82,11 @@ def _buffer(start: Start, match: re.Match[str], line: Line) -> None:
 
 
 def _context(name: str) -> Any:
-    """Settings in effect; those of the first context, for a second one drafts."""
+    """Settings in effect: those of the context that the first cache is made for. A second one drafts."""
 
     def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.config.setdefault(name, match[1])
+        if name not in start.config or not (start.pools or start.has("kv_buffer")):
+            start.config[name] = match[1]
 
     return handler
 
@@ -113,11 +114,16 @@ def _drafts(start: Start, match: re.Match[str], line: Line) -> None:
 
 
 def _command(start: Start, match: re.Match[str], line: Line) -> None:
+    if "--ollama-engine" in match[1]:
+        start.notes.append(
+            "the model runs in Ollama's own engine, whose cache kvctl does not know; it knows llama-server's"
+        )
     start.facts["command"] = match[1].replace("\\\\", "\\")[:8000]
 
 
 def _ollama(start: Start, match: re.Match[str], line: Line) -> None:
-    name = {"model weights": "weights", "kv cache": "kv_buffer", "compute graph": "compute_buffer"}[match[1]]
+    # Sizes of Ollama's own engine: they are read, and not compared.
+    name = {"model weights": "weights", "kv cache": "kv_cache", "compute graph": "compute_buffer"}[match[1]]
     unit = {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[4]]
     start.add(sized(name, match[3], unit, line.number, match[2][:40], 1))
 
@@ -172,8 +178,9 @@ class LlamaReader(Reader):
     def begins(self, start: Start | None, line: Line) -> bool:
         if start is None:
             return False
-        if "starting llama" in line.text and "cmd=" in line.text:
-            return True
+        if ("starting llama" in line.text and "cmd=" in line.text) or "memory.required.kv" in line.text:
+            # The estimate comes before the command.
+            return "command" in start.facts or bool(start.pools)
         # The model's file is opened again where it is only looked whether it fits; then no cache was made.
         return (
             "loaded meta data" in line.text
@@ -188,7 +195,12 @@ class LlamaReader(Reader):
             self.current.facts.setdefault("version", version)
 
     def is_complete(self, start: Start) -> bool:
-        return bool(start.pools) or start.has("kv_buffer") or bool(start.refusals and start.config)
+        return (
+            bool(start.pools)
+            or start.has("kv_buffer")
+            or start.has("kv_cache")
+            or bool(start.refusals and start.config)
+        )
 
 
 # -- in kvctl's terms -----------------------------------------------------------------------

@@ -34,6 +34,8 @@ def explained(trial: Trial) -> Refused | None:
 def rows(trial: Trial) -> Iterator[LogRow]:
     """What one request needs, and the longest that fits, beside kvctl's."""
     log = trial.log
+    if (asked := log.figure("length_asked")) is not None:
+        yield from _fitted(trial, int(asked.value))
     if log.refusal is None or log.refusal.kind != "too long":
         return
     needed, longest = log.figure("needed"), log.figure("longest")
@@ -60,6 +62,21 @@ def rows(trial: Trial) -> Iterator[LogRow]:
             lambda plan: (got := _longest(trial, plan, aside)) is not None and got[0] <= longest.value <= got[1],
         )  # fmt: skip
         yield row("longest", longest, *ends, agrees, cause)
+
+
+def _fitted(trial: Trial, asked: int) -> Iterator[LogRow]:
+    """The length that --max-model-len auto came to; a block is set aside for it in every version."""
+    longest, budget = trial.log.figure("longest"), trial.log.kv_budget
+    sample = trial.allocation(context=asked, kv_budget=None)
+    if longest is None or budget is None or sample is None:
+        return
+    ends = [
+        trial.allocation(context=asked, kv_budget=max(end, 1), fit_length=True)
+        for end in (budget[0] - sample.bytes_per_block, budget[1])
+    ]
+    low, high = (found.longest_sequence if found is not None else None for found in ends)
+    if low is not None and high is not None:
+        yield row("longest", longest, low, high, low <= longest.value <= high)
 
 
 def _set_aside(trial: Trial) -> int:

@@ -96,6 +96,7 @@ def _suggested(start: Start, match: re.Match[str], line: Line) -> None:
 
 def _fitted(start: Start, match: re.Match[str], line: Line) -> None:
     start.facts["fitted"] = match[2]
+    start.add(whole("length_asked", match[1], "tokens", line.number, line.where))
     start.add(whole("longest", match[2], "tokens", line.number, line.where))
 
 
