@@ -382,7 +382,7 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         # gemma-3-27b: 7 groups of 10 layers; 18.76 GiB are 15,368 blocks of 1,310,720 B, whatever the meaning
         ("0.33", "--max-model-len 131072", 15_368 // 7 * 16, "the tokens are the blocks of one group of layers, as vLLM counts from 0.10 to 0.20.0"),
         # one pool of 62 layers, windows in full: 507,904 B a token
-        ("0.33", "--max-model-len 4096", 39_648, "by the rules of vllm 0.8"),
+        ("0.33", "--max-model-len 4096", 39_648, "windowed layers keep every token, as with the hybrid cache manager off"),
         ("0.11", "--max-model-len 4096 --kv-cache-dtype fp8", 15_368 // 7 * 16, "a cache in the model's own dtype"),
     ],
 )  # fmt: skip
@@ -392,6 +392,39 @@ def test_an_assumption_accounts_for_a_difference(
     log = read(tmp_path, f"Available KV cache memory: 18.76 GiB\nGPU KV cache size: {tokens:,} tokens\n")
     found = report(log, {"model": "gemma-3-27b-it", "rules": f"vllm@{version}", "args": args})
     assert [row.cause for row in found.rows if row.name == "capacity"] == [cause], found.rows
+
+
+@pytest.mark.parametrize(
+    ("rules", "args", "cause"),
+    [
+        # 73,728 B a token on two ranks
+        ("vllm@0.11.0", "-tp 4", "--tensor-parallel-size 2, as the log says"),
+        ("vllm@0.11.0", "--kv-cache-dtype fp8", "the cache's format as the log says"),
+        (
+            "vllm@0.11.0",
+            "--num-gpu-blocks-override 77",
+            "without --num-gpu-blocks-override, which the log does not have",
+        ),
+        ("vllm@0.11.0", "--num-gpu-blocks-override 77 -tp 4 --kv-cache-dtype fp8", "the settings of the log"),
+    ],
+)
+def test_where_the_question_differs_from_the_log(tmp_path: Path, rules: str, args: str, cause: str) -> None:
+    log = read(tmp_path, vllm_start(4, 58_240, ranks=2))
+    rows = [
+        row for row in report(log, {"model": "Qwen3-8B", "rules": rules, "args": args}).rows if row.name == "capacity"
+    ]
+    assert [(row.agrees, row.cause or "?") for row in rows] == [(False, cause)]
+
+
+def test_a_version_that_the_log_names_is_taken_before_others(tmp_path: Path) -> None:
+    # Qwen3-Next in 0.10.2: one group's blocks × the smallest block
+    published = next(log for log in vllm_published.LOGS if (log.version, log.model) == ("0.11.0", "gemma-3-27b-it"))
+    text = CONFIG.format("0.11.0", published.length, 1).replace("Qwen/Qwen3-8B", "google/gemma-3-27b-it")
+    text += f"Available KV cache memory: {published.memory:.2f} GiB\nGPU KV cache size: {published.tokens:,} tokens\n"
+    log = read(tmp_path, text)
+    for rules, cause in (("vllm@0.11.0", ""), ("vllm@0.8", "by the rules of vllm@0.11.0, as the log says")):
+        rows = [row for row in report(log, {"model": "gemma-3-27b-it", "rules": rules}).rows if row.name == "capacity"]
+        assert [row.cause for row in rows] == [cause]
 
 
 def test_json_of_a_report(tmp_path: Path) -> None:

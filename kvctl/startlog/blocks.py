@@ -135,7 +135,7 @@ def rows(trial: Trial) -> Iterator[LogRow]:
     if said is not None and sample is not None:
         agrees = sample.block_size == said.value
         cause = "" if agrees else first(
-            variants(trial.spec, plan), lambda other: (got := trial.allocation(other)) is not None and got.block_size == said.value
+            variants(trial.log, trial.spec, plan), lambda other: (got := trial.allocation(other)) is not None and got.block_size == said.value
         )  # fmt: skip
         yield row("block size", said, sample.block_size, sample.block_size, agrees, cause)
     tokens, concurrency = log.figure("capacity"), log.figure("concurrency")
@@ -186,7 +186,7 @@ def _why(trial: Trial, found: Found) -> tuple[str, str]:
         got = capacity(trial, other)
         return got is not None and got.match is not None
 
-    if cause := first(variants(trial.spec, plan), holds):
+    if cause := first(variants(trial.log, trial.spec, plan), holds):
         return cause, ""
     return "", _implied(trial, found)
 

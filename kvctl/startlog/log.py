@@ -51,6 +51,12 @@ class StartLog(Record):
     line: int
     """Where this one begins."""
     notes: tuple[str, ...]
+    stated: frozenset[str] = frozenset()
+    """Names of the settings that the log states, as the engine has them."""
+
+    def states(self, *names: str) -> bool:
+        """Whether the log says what any of these settings was."""
+        return not self.stated.isdisjoint(names)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -199,6 +205,7 @@ def _log(path: str, reader: Reader, start: Start, complete: bool) -> StartLog:
         starts=reader.count,
         line=start.line,
         notes=tuple(notes),
+        stated=frozenset(settings) | frozenset(start.config) | frozenset(start.args),
     )
 
 

@@ -37,7 +37,7 @@ def rows(trial: Trial) -> Iterator[LogRow]:
             continue
         agrees = said.low <= expected <= said.high
         cause = "" if agrees else first(
-            variants(trial.spec, trial.plan),
+            variants(trial.log, trial.spec, trial.plan),
             lambda plan, value=value, said=said: (got := value(plan)) is not None and said.low <= got <= said.high,  # type: ignore[misc]
         )  # fmt: skip
         yield row(name, said, expected, expected, agrees, cause)

@@ -27,13 +27,14 @@ def rows(trial: Trial, parse: Parse, told: dict[str, Any]) -> Iterator[LogRow]:
     cause = ""
     if wrong:
         cause = first(
-            variants(trial.spec, trial.plan), lambda plan: _all(logged, _pools(trial.allocation(plan, **told), parse))
+            variants(trial.log, trial.spec, trial.plan),
+            lambda plan: _all(logged, _pools(trial.allocation(plan, **told), parse)),
         )
         if not cause:
             # Not all of them by one assumption: each by its own.
             cause_of = {
                 id(pool): first(
-                    variants(trial.spec, trial.plan),
+                    variants(trial.log, trial.spec, trial.plan),
                     lambda plan, pool=pool: _among(pool, _pools(trial.allocation(plan, **told), parse)),  # type: ignore[misc]
                 )
                 for pool in wrong
@@ -147,7 +148,7 @@ def sglang_rows(trial: Trial) -> Iterator[LogRow]:
         return
     agrees = found[0] <= capacity.value <= found[1]
     cause = "" if agrees else first(
-        variants(trial.spec, trial.plan), lambda plan: (got := ends(plan)) is not None and got[0] <= capacity.value <= got[1]
+        variants(trial.log, trial.spec, trial.plan), lambda plan: (got := ends(plan)) is not None and got[0] <= capacity.value <= got[1]
     )  # fmt: skip
     yield row("capacity", capacity, *found, agrees, cause)
 
@@ -176,7 +177,7 @@ def llama_rows(trial: Trial) -> Iterator[LogRow]:
         # The expected sizes are themselves rounded as printed.
         agrees = abs(expected - total.value) <= 2 * total.half
         cause = "" if agrees else first(
-            variants(trial.spec, trial.plan),
+            variants(trial.log, trial.spec, trial.plan),
             lambda plan, size=size, total=total: (got := size(plan)) is not None and abs(got - total.value) <= 2 * total.half,  # type: ignore[misc]
         )  # fmt: skip
         yield row(words, total, expected, expected, agrees, cause)

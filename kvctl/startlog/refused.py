@@ -49,7 +49,7 @@ def rows(trial: Trial) -> Iterator[LogRow]:
         if expected is not None:
             agrees = needed.low <= expected <= needed.high
             cause = "" if agrees else first(
-                variants(trial.spec, trial.plan), lambda plan: (got := takes(plan)) is not None and needed.low <= got <= needed.high
+                variants(trial.log, trial.spec, trial.plan), lambda plan: (got := takes(plan)) is not None and needed.low <= got <= needed.high
             )  # fmt: skip
             yield row("needed", needed, expected, expected, agrees, cause)
     # The estimate in the message leaves no block aside, as the start itself does from 0.29 on.
@@ -58,7 +58,7 @@ def rows(trial: Trial) -> Iterator[LogRow]:
     if longest is not None and ends is not None:
         agrees = ends[0] <= longest.value <= ends[1]
         cause = "" if agrees else first(
-            variants(trial.spec, trial.plan),
+            variants(trial.log, trial.spec, trial.plan),
             lambda plan: (got := _longest(trial, plan, aside)) is not None and got[0] <= longest.value <= got[1],
         )  # fmt: skip
         yield row("longest", longest, *ends, agrees, cause)
