@@ -44,6 +44,12 @@ class Serving(Record):
     gdn_prefill_backend: str | None = None
     block_size: int | None = None
     max_batched: int | None = None
+    chunked_prefill: bool | None = None
+    """Whether a prompt may be computed in parts."""
+    enforce_eager: bool = False
+    """Whether no CUDA graphs are captured."""
+    capture_sizes: tuple[int, ...] | None = None
+    """Batch sizes that CUDA graphs are captured for."""
     prefix_caching: bool | None = None
     hybrid_disabled: bool | None = None
     """Whether windows are stored in full; None leaves it to the engine."""
@@ -187,6 +193,8 @@ class Allocation(Record):
     held: int | None = None
     """Requests of this length that the budget holds at once, 0 where the engine does not start; None where it
     allocates for the workload, and `reserved_bytes` is what the budget has to cover."""
+    beside: tuple[int, ...] = ()
+    """Of what every rank reserves, bytes that lie beside the pool and are none of its budget; empty where nothing does."""
 
     @property
     def blocks_are_alike(self) -> bool:
@@ -200,7 +208,9 @@ class Allocation(Record):
 
     def to_dict(self) -> dict[str, Any]:
         out = {
-            name: getattr(self, name) for name in self._fields if name not in ("warnings", "longest_sequence", "held")
+            name: getattr(self, name)
+            for name in self._fields
+            if name not in ("warnings", "longest_sequence", "held", "beside")
         }
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Held = Callable[[int, int, Serving], tuple[int, Allocation | None]]
 """(tokens, sequences, how the engine is started) to bytes that a rank holds, and the engine's plan where it has one."""
 
-MOST_REQUESTS = 2**20
+MOST_REQUESTS = 2**31
 
 
 class Hardware(Record):
@@ -68,6 +68,9 @@ def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable
 
     """
     devices, notes = hardware.devices, [note for device in hardware.devices for note in device.notes]
+    _check_devices(engine, devices, notes)
+    if devices[0].kind == "cpu":
+        serving = serving.replace(device="cpu")
     if not engine.splits:
         return Layout(devices, serving, tuple(dict.fromkeys(notes)))
     named = serving.tensor_parallel, serving.pipeline_parallel, serving.data_parallel
@@ -90,6 +93,23 @@ def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable
     elif world < len(devices):
         notes.append(f"{plural(world, 'rank')}: {plural(len(devices) - world, 'GPU')} of {len(devices)} stay idle")
     return Layout(devices[:world], serving, tuple(dict.fromkeys(notes)))
+
+
+def _check_devices(engine: Engine, devices: tuple[Device, ...], notes: list[str]) -> None:
+    """Refuses devices that an engine does not run on, and says of which kind its estimates are."""
+    if len({device.kind for device in devices}) > 1:
+        raise UsageError("--gpu cpu is a machine of its own", hint="name GPUs, or cpu")
+    if devices[0].kind == "cpu" and engine.name == "tensorrt-llm":
+        raise UsageError("tensorrt-llm runs on no CPU")
+    others = {device.facts.vendor for device in devices if device.facts is not None} - {"NVIDIA"}
+    if others and engine.name == "tensorrt-llm":
+        raise UsageError(f"tensorrt-llm runs on NVIDIA's GPUs, not on {' and '.join(sorted(others))}'s")
+    if "Apple" in others and engine.name in ("vllm", "sglang"):
+        raise UsageError(
+            f"kvctl does not know {engine.name} on Apple's GPUs", hint="--engine llama.cpp, ollama or transformers"
+        )
+    if others and engine.plans:
+        notes.append(f"estimates of {engine.name} were calibrated on NVIDIA's GPUs")
 
 
 def _over_all(serving: Serving, count: int, works: Callable[[Serving], bool]) -> Serving:
@@ -127,10 +147,14 @@ def room_for(
     info = weights_of(laid.serving)
     count = len(laid.devices)
     shares = (Fraction(1, count),) * count if count > 1 and not engine.splits else ()
+    more: tuple[dict[str, Any], ...] = ()
     guesses: list[str] = []
     if spec.provenance.source == "shape":
         weights: tuple[int, ...] = (0,)
         guesses.append("weights: a shape has none, nothing is counted for them")
+    elif (info is None or info.bytes is None) and serving.kv_budget is not None:
+        weights = (0,)  # the cache's own questions have an answer
+        guesses.append("weights: not known, nothing is counted for them")
     elif info is None or info.bytes is None:
         raise ConfigError(f"{spec.id}: how much its weights take is not known",
                           hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone")  # fmt: skip
@@ -138,11 +162,19 @@ def room_for(
         weights = info.per_rank
         if engine.name != "vllm" and len(weights) > 1:
             guesses.append("weights: cut over ranks as vLLM cuts them")
+    elif engine.slots:
+        free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
+        places = engine.memory.places(spec, info.bytes, free)  # type: ignore[union-attr]
+        weights = tuple(place.weights for place in places)
+        if count > 1:
+            shares = tuple(place.share for place in places)
+            more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
+            guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
     else:
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
-    return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses))
+    return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
 
 
 class Rank(Record):
@@ -173,6 +205,8 @@ class Load(Record):
     fits: bool
     why: str
     """What stands in the way, in words; empty where nothing does."""
+    admitted: bool
+    """Whether the engine takes so much with the memory it counts on: where that is told, whatever the device has."""
 
 
 class Room:
@@ -189,9 +223,10 @@ class Room:
         shares: tuple[Fraction, ...],
         held: Held,
         guesses: tuple[str, ...] = (),
+        more: tuple[dict[str, Any], ...] = (),
     ) -> None:
         """`weights` are bytes of every rank (repeated over replicas); `shares` the parts of the cache that devices
-        hold where layers are divided over them, empty where an engine's plan is that of a rank; `guesses` what is estimated of either."""
+        hold where layers are divided over them, empty where an engine's plan is that of a rank; `guesses` what is estimated of either; `more` what the engine's `overheads` are told of every device."""
         self.spec, self.engine, self.dtype_bytes = spec, engine, dtype_bytes
         self.laid, self.hardware, self.weights, self.shares, self.held, self.guesses = (
             laid,
@@ -201,36 +236,58 @@ class Room:
             held,
             guesses,
         )
+        self._beside: tuple[int, ...] | None = None
+        self.more = more
         self._rank_of: dict[tuple[Any, ...], Rank] = {}
+        self._longest: dict[int, int | None] = {}
+        self._loads: dict[tuple[int, int], Load | None] = {}
 
     def ranks(self, context: int, sequences: int) -> tuple[Rank, ...]:
         """Every rank's memory for requests of at most `context` tokens."""
+        beside = self._beside_pool(context) or (0,)
+        if self.engine.rows and self.laid.serving.cache_implementation != "paged":
+            context *= sequences  # prompts of a batch run through the model together
         return tuple(
-            self._rank(device, self.weights[index % len(self.weights)], context, sequences)
+            self._rank(device, self.weights[index % len(self.weights)], beside[index % len(beside)], context,
+                       self.more[index] if self.more else {})
             for index, device in enumerate(self.laid.devices)
-        )
+        )  # fmt: skip
 
-    def _rank(self, device: Device, weights: int, context: int, sequences: int) -> Rank:
+    def _beside_pool(self, context: int) -> tuple[int, ...]:
+        """Bytes of the cache on every rank that are none of the pool's budget, whatever the workload."""
+        if self._beside is None:
+            _, allocation = self.held(context, 1, self.laid.serving.replace(kv_budget=None))
+            self._beside = allocation.beside if allocation is not None else ()
+        return self._beside
+
+    def _rank(self, device: Device, weights: int, beside: int, context: int, more: dict[str, Any]) -> Rank:
         serving, total = self.laid.serving, device.cuda_bytes
         free = total if device.free_bytes is None else min(device.free_bytes, total)
-        key = (device.name, total, free, weights, context, sequences)
+        key = (device.name, total, free, weights, beside, context, *more.values())
         if key in self._rank_of:
             return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
         memory = self.engine.memory
         parts: tuple[Part, ...] = ()
         if self.hardware.overhead is not None:
             parts = (Part("overhead", self.hardware.overhead, False, "measured, as given"),)
-        elif memory is not None:
+        elif memory is not None and (serving.device != "cpu" or not self.engine.splits):
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
-                version=self.engine.version, context=context, sequences=sequences,
+                version=self.engine.version, context=context, **more,
             )  # fmt: skip
+        if device.kind == "cpu":
+            parts = tuple(part for part in parts if part.name != "runtime")  # that of a GPU
+        if beside:
+            parts += (Part("recurrent states", beside, True, "for as many sequences as a batch may have"),)
         if serving.kv_budget is not None:
             budget = serving.kv_budget
+        elif serving.device == "cpu" and self.engine.splits:
+            raise ConfigError(f"how much memory {self.engine.name} leaves the cache on a CPU is not known",
+                              hint="--kv-budget says how much")  # fmt: skip
         elif memory is not None:
             budget = memory.kv_budget(
-                self.spec, serving, device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts,
-                version=self.engine.version,
+                device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts, serving=serving,
+                version=self.engine.version, spec=self.spec,
             )  # fmt: skip
         else:
             budget = free - weights - sum(part.bytes for part in parts)
@@ -242,17 +299,32 @@ class Room:
         ranks = self.ranks(context, sequences)
         each = -(-sequences // self.laid.replicas)
         budget, poorest = self._budget(ranks, context, each)
-        told = self.laid.serving.replace(kv_budget=budget) if budget > 0 else self.laid.serving.replace(kv_budget=None)
+        told = self._started(context).replace(kv_budget=budget if budget > 0 else None)
         need, allocation = self.held(context, each, told)
         if self.shares:
             kv = tuple(-(-need * share.numerator // share.denominator) for share in self.shares)
         elif allocation is not None:
             rows = allocation.per_rank
-            kv = tuple(rows[index % len(rows)].reserved_bytes for index in range(len(ranks)))
+            beside = allocation.beside or (0,) * len(rows)
+            pooled = [row.reserved_bytes - other for row, other in zip(rows, beside, strict=True)]
+            kv = tuple(pooled[index % len(pooled)] for index in range(len(ranks)))
         else:
             kv = (need,) * len(ranks)
-        why = self._refusal(ranks, budget, poorest, need, each, allocation, context)
-        return Load(ranks, poorest, budget, kv, allocation, not why, why)
+        short = _shortage(budget, need, each, allocation, context)
+        why = self._refusal(ranks, budget, poorest, allocation) or short
+        told_budget = self.laid.serving.kv_budget is not None
+        return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))
+
+    def _started(self, context: int) -> Serving:
+        """The engine's options, with what it chooses for the first device."""
+        choose, device = getattr(self.engine.memory, "started", None), self.laid.devices[0]
+        if choose is None or self.laid.serving.device == "cpu":
+            return self.laid.serving
+        started: Serving = choose(
+            self.spec, self.laid.serving, device_bytes=device.cuda_bytes, gpu_name=device.name,
+            version=self.engine.version, context=context,
+        )  # fmt: skip
+        return started
 
     def _budget(self, ranks: tuple[Rank, ...], context: int, sequences: int) -> tuple[int, int]:
         """The memory for the cache that all ranks together allow, and the rank that allows least."""
@@ -268,7 +340,7 @@ class Room:
         poorest = min(range(len(ranks)), key=lambda index: budgets[index])
         if min(budgets) == max(budgets) or min(budgets) <= 0:
             return budgets[poorest], poorest
-        _, allocation = self.held(context, sequences, self.laid.serving.replace(kv_budget=None))
+        _, allocation = self.held(context, sequences, self._started(context).replace(kv_budget=None))
         sizes = [row.bytes_per_block for row in allocation.per_rank] if allocation is not None else [0]
         if min(sizes) == max(sizes) or not min(sizes):
             return budgets[poorest], poorest
@@ -277,17 +349,13 @@ class Room:
         poorest = min(range(len(ranks)), key=lambda index: counts[index])
         return counts[poorest] * max(sizes), poorest
 
-    def _refusal(
-        self, ranks: tuple[Rank, ...], budget: int, poorest: int, need: int, sequences: int,
-        allocation: Allocation | None, context: int,
-    ) -> str:  # fmt: skip
-        """Why it does not fit; empty where it does."""
+    def _refusal(self, ranks: tuple[Rank, ...], budget: int, poorest: int, allocation: Allocation | None) -> str:
+        """Why the device has not the memory that the engine counts on; empty where it has."""
         rank = ranks[poorest]
         free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
         where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
-        memory = self.engine.memory
-        if memory is not None and rank.device.free_bytes is not None:
-            refusal = memory.start_refusal(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
+        if rank.device.free_bytes is not None and (says := getattr(self.engine.memory, "start_refusal", None)):
+            refusal: str | None = says(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
             if refusal:
                 return refusal
         if rank.weights >= free:
@@ -299,64 +367,111 @@ class Room:
         if rank.taken + reserves > free:
             return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
                     f"{format_bytes(free)} of {where}")  # fmt: skip
-        if allocation is not None and allocation.held is not None:
-            if allocation.held == 0:
-                return f"the cache has {format_bytes(budget)}, too little for one request of {context:,} tokens"
-            if allocation.held < sequences:
-                return (f"the cache has {format_bytes(budget)}: {plural(allocation.held, 'request')} of {context:,} tokens, "
-                        f"not {sequences:,}")  # fmt: skip
-        elif need > budget:
-            return f"the cache takes {format_bytes(need)}, and {format_bytes(budget)} are left for it"
         return ""
 
     def left_words(self, device: Device) -> str:
         """Why the engine leaves memory alone."""
-        memory = self.engine.memory
-        if memory is not None and self.laid.serving.kv_budget is None:
-            return memory.left(self.laid.serving, self.engine.version)
+        says = getattr(self.engine.memory, "left", None)
+        if says is not None and self.laid.serving.kv_budget is None:
+            words: str = says(self.laid.serving, self.engine.version)
+            return words
         return "nothing asks for it"
 
     # -- how much more ------------------------------------------------------------------------
 
-    def longest(self, sequences: int, guess: int) -> int | None:
-        """Most tokens in each of `sequences` requests, 0 where none fit; None where the length makes no difference."""
-        if self._fits(MAX_TOKENS, sequences):
-            return None
-        return largest(lambda tokens: self._fits(tokens, sequences), guess, MAX_TOKENS)
+    def longest(self, sequences: int, guess: int, block: int) -> int | None:
+        """Most tokens in each of `sequences` requests, 0 where none fit; None where the length makes no difference.
 
-    def most(self, context: int, load: Load) -> int:
+        `guess` and `block` (tokens that are allocated together) make the search short.
+        """
+        if sequences not in self._longest:
+            found = None
+            if self._admits(MAX_TOKENS, sequences):
+                most = self._loads[MAX_TOKENS, sequences]
+                if most is not None and most.allocation is not None and most.allocation.longest_sequence < MAX_TOKENS:
+                    found = most.allocation.longest_sequence  # the engine lowers what it is asked for
+            else:
+                guess = self._line(sequences, min(max(guess, 1), MAX_TOKENS), block)
+                found = largest(lambda tokens: self._admits(tokens, sequences), guess, MAX_TOKENS, block)
+            self._longest[sequences] = found
+        return self._longest[sequences]
+
+    def _line(self, sequences: int, guess: int, block: int) -> int:
+        """A better guess at the longest context: long contexts take memory along a line."""
+        points = [point for tokens in (guess, 2 * guess) if (point := self._point(tokens, sequences))]
+        for _ in range(4):
+            if len(points) < 2 or points[-1][1] == points[-2][1]:
+                break
+            (x0, y0, _), (x1, y1, budget) = points[-2:]
+            guess = min(max(x1 + (budget - y1) * (x1 - x0) // (y1 - y0), 1), MAX_TOKENS)
+            if abs(guess - x1) <= block or (point := self._point(guess, sequences)) is None:
+                break
+            points.append(point)
+        return guess
+
+    def _point(self, tokens: int, sequences: int) -> tuple[int, int, int] | None:
+        """Tokens, bytes of the cache on the rank that decides, and what it has for them."""
+        load = self._load(tokens, sequences)
+        return (tokens, load.kv[load.bottleneck], load.ranks[load.bottleneck].budget) if load is not None else None
+
+    def most(self, context: int, sequences: int, load: Load) -> int:
         """Most requests of `context` tokens at once."""
         if load.allocation is not None and load.allocation.held is not None:
-            started = load.budget > 0 and self._fits(context, 1)
+            started = load.budget > 0 and self._admits(context, 1)
             return load.allocation.held * self.laid.replicas if started else 0
-        return largest(lambda count: self._fits(context, count), 1, MOST_REQUESTS)
+        each = max(1, load.kv[load.bottleneck] // sequences)
+        guess = load.ranks[load.bottleneck].budget // each
+        return largest(lambda count: self._admits(context, count), guess, MOST_REQUESTS)
 
-    def _fits(self, context: int, sequences: int) -> bool:
-        try:
-            return self.load(context, sequences).fits
-        except KvctlError:
-            return False  # a length or a number that the engine refuses
+    def _admits(self, context: int, sequences: int) -> bool:
+        load = self._load(context, sequences)
+        return load is not None and load.admitted
+
+    def _load(self, context: int, sequences: int) -> Load | None:
+        """None for a length or a number that the engine refuses."""
+        key = context, sequences
+        if key not in self._loads:
+            try:
+                self._loads[key] = self.load(context, sequences)
+            except KvctlError:
+                self._loads[key] = None
+        return self._loads[key]
 
 
-def largest(holds: Callable[[int], bool], guess: int, most: int) -> int:
+def _shortage(budget: int, need: int, sequences: int, allocation: Allocation | None, context: int) -> str:
+    """Why the memory for the cache does not hold so many requests; empty where it does."""
+    if allocation is not None and allocation.held is not None:
+        if allocation.held == 0:
+            return f"the cache has {format_bytes(budget)}, too little for one request of {context:,} tokens"
+        if allocation.held < sequences:
+            return (f"the cache has {format_bytes(budget)}: {plural(allocation.held, 'request')} of {context:,} tokens, "
+                    f"not {sequences:,}")  # fmt: skip
+    elif need > budget:
+        return f"the cache takes {format_bytes(need)}, and {format_bytes(budget)} are left for it"
+    return ""
+
+
+def largest(holds: Callable[[int], bool], guess: int, most: int, block: int = 1) -> int:
     """The largest number from 1 to `most` that holds, 0 where none does; what holds for one holds for all below.
 
-    Looks near the guess first, for a check takes a plan of the engine.
+    Looks near the guess first, and at multiples of a block: a check takes a plan of the engine.
     """
-    guess = min(max(guess, 1), most)
-    step = 1
+    step = max(block, 1)
+    guess = min(max(guess // step * step, 1), most)
     if holds(guess):
-        low, high = guess, guess + 1
+        low, high = guess, guess // step * step + step
         while high <= most and holds(high):
             low, step = high, 2 * step
             high += step
         high = min(high, most + 1)
     else:
-        high, low = guess, guess - 1
+        high, low = guess, guess - step
         while low >= 1 and not holds(low):
             high, step = low, 2 * step
             low -= step
         low = max(low, 0)
+    if high - low > 1 and not holds(low + 1):
+        return low  # one more token would be one more block
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -375,13 +490,18 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
     parts = list(rank.parts)
     device = rank.device.cuda_bytes
     left = device - rank.taken - rank.budget  # what the engine leaves alone
-    others = min(rank.device.used_by_others, max(left, 0))
-    if others:
-        parts.append(Part("other processes", others, False, f"{others:,} bytes are held by other processes"))
-    if left > others:
-        parts.append(Part("left free", left - others, False, room.left_words(rank.device)))
+    used = min(max(0, device - rank.device.free_bytes), max(left, 0)) if rank.device.free_bytes is not None else 0
+    if used:
+        held = rank.device.used_by_others
+        rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")
+        parts.append(Part("in use", used, False, rule))
+    if left > used:
+        parts.append(Part("left free", left - used, False, room.left_words(rank.device)))
+    if left < 0 and pool and rank.budget > kv:
+        # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
+        parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))
     overhead = sum(part.bytes for part in parts)
-    longest = room.longest(sequences, guess)
+    longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
     return Fit(
         fits=load.fits,
         why=load.why,
@@ -395,7 +515,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         kv_budget_bytes=max(0, rank.budget),
         capacity_tokens=capacity,
         max_context=longest,
-        max_concurrency=room.most(context, load),
+        max_concurrency=room.most(context, sequences, load),
         bottleneck_rank=load.bottleneck,
         parts=tuple(parts),
         ranks=tuple(

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import SourceError, UsageError
+from kvctl.errors import KvctlError, SourceError, UsageError
 from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES, CacheFormat, DType, model_dtype
 from kvctl.record import Record
 
 if TYPE_CHECKING:
     from kvctl.allocation import Serving
+    from kvctl.ask import Plans
     from kvctl.engines import Engine
     from kvctl.engines.flags import Given
     from kvctl.fit import Hardware
+    from kvctl.size import SizePlan
     from kvctl.sources import Found
+    from kvctl.spec import ModelSpec
+    from kvctl.traffic import Traffic
 
 SOLVES = ("ctx", "concurrency", "gpus", "tp")
 OUTPUT_FORMATS = ("table", "json", "csv", "md")
@@ -45,6 +49,8 @@ class Asked(Record):
 
     engine: str
     models: tuple[str, ...]
+    pasted: bool
+    """Whether a pasted command line starts the engine."""
     pasted_model: bool
     """Whether the model is that of a pasted command line."""
     revision: str | None
@@ -82,6 +88,60 @@ class Asked(Record):
 
         return started.replace(draft=build_spec(resolve(name)))
 
+    def plans(self, common: SizePlan) -> Plans:
+        """The plan for every engine and cache format that is asked about."""
+        from kvctl.ask import Plans
+        from kvctl.engines import ENGINES
+        from kvctl.engines import engine as find_engine
+
+        comparing = self.engine.lower() == "all"
+        formats = self.kv_dtypes[0].split(",")
+        if len(formats) > 1 and comparing:
+            raise UsageError("--kv-dtype: one format for --engine all", hint="or several for one engine")
+        plans: list[SizePlan] = []
+        faults: list[tuple[str, KvctlError]] = []
+        for rules in ENGINES if comparing else (find_engine(self.engine),):
+            try:
+                for name in formats:
+                    key, value = self.cache_formats(rules, name)
+                    serving = self.serving(rules, strict=not comparing)
+                    plans.append(common.replace(engine=rules, serving=serving, key=key, value=value))
+            except KvctlError as error:
+                if not comparing:
+                    raise
+                faults.append((rules.name, error))
+        return Plans(tuple(plans), tuple(faults), comparing)
+
+    def specs(self, shape: tuple[int | None, int | None, int | None], source: str | None) -> list[ModelSpec]:
+        """The models that are named, or the bare shape: layers, KV heads and head width."""
+        from kvctl.model import build_spec, shape_spec
+
+        if any(value is not None for value in shape):
+            if self.models:
+                raise UsageError("--layers, --kv-heads and --head-dim describe a shape without a model",
+                                 hint="for a what-if on a model use --set num_hidden_layers=N")  # fmt: skip
+            layers, kv_heads, head_dim = shape
+            if layers is None or kv_heads is None or head_dim is None:
+                raise UsageError("a shape needs all of --layers, --kv-heads and --head-dim")
+            if source or self.revision:
+                raise UsageError("--source and --revision are about a model; a shape has none")
+            if self.overrides:
+                raise UsageError("--set changes a model's configuration; a shape has none")
+            return [shape_spec(layers, kv_heads, head_dim)]
+        if not self.models:
+            raise UsageError(
+                "no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue"
+            )
+        names = dict.fromkeys(self.models)
+        if len(names) > 1 and all(part.strip("kKmM").isdigit() for part in self.models[1:]):
+            own = ",".join(map(str, self.contexts or ()))
+            raise UsageError(
+                f"{self.models[1]!r} is a number, not a model",
+                hint=f"several contexts are joined by commas: --ctx {own},{self.models[1]}",
+            )
+        found = [self.find(name, source) for name in names]
+        return [build_spec(one, self.overrides, checked=not self.pasted) for one in found]
+
     def find(self, name: str, source: str | None) -> Found:
         """A model's configuration; for one that a pasted command line names, how to name another."""
         from kvctl.sources import resolve
@@ -94,9 +154,9 @@ class Asked(Record):
             raise SourceError(error.message, hint="the pasted command names it; another name for it goes before: "
                               "kvctl size MODEL --engine-args …") from error  # fmt: skip
 
-    def cache_formats(self, engine: Engine) -> tuple[CacheFormat | None, CacheFormat | None]:
-        """Formats of keys and of values in the engine's own names; None for its default."""
-        both, key, value = self.kv_dtypes
+    def cache_formats(self, engine: Engine, both: str) -> tuple[CacheFormat | None, CacheFormat | None]:
+        """Formats of keys and of values in the engine's own names, `both` where no other is named; None for its default."""
+        _, key, value = self.kv_dtypes
         shared = read_cache_format(both, "--kv-dtype", engine)
         return (
             read_cache_format(key, "--k-dtype", engine) or shared,
@@ -123,6 +183,7 @@ def read_asked(
     own = Asked(
         engine=engine or "ideal",
         models=tuple(models or ()),
+        pasted=False,
         pasted_model=False,
         revision=revision,
         contexts=parse_token_list(ctx) if ctx is not None else None,
@@ -170,6 +231,7 @@ def read_asked(
     return own.replace(
         engine=pasted.engine + (f"@{version}" if version else ""),
         models=own.models or ((pasted.model,) if pasted.model else ()),
+        pasted=True,
         pasted_model=not own.models,
         revision=revision or (said.get("revision") if not own.models else None),
         contexts=own.contexts or pasted_contexts,
@@ -209,6 +271,48 @@ def read_hardware(
         else ""
     )
     return Hardware(devices, "" if "," in name else name, measured, solve, started)
+
+
+def read_traffic(
+    trace: str | None, tokenizer: str | None, workload: str | None, *, requests: int | None, rate: float | None,
+    in_flight: int | None, tpot: float | None, prefill_rate: int | None,
+) -> Traffic | None:  # fmt: skip
+    """What is to be replayed; options about a replay are refused without one."""
+    only = (("--tokenizer", tokenizer), ("--requests", requests), ("--rate", rate), ("--in-flight", in_flight),
+            ("--tpot", tpot), ("--prefill-rate", prefill_rate))  # fmt: skip
+    if trace is None and workload is None:
+        for option, value in only:
+            if value is not None:
+                raise UsageError(f"{option} is about a replay", hint="--workload chat, or --trace FILE")
+        return None
+    from kvctl.traffic import WORKLOADS, Traffic
+
+    if trace is not None and workload is not None:
+        raise UsageError("--trace and --workload are two kinds of traffic", hint="one of them")
+    if workload is not None and workload not in WORKLOADS:
+        raise UsageError(f"--workload: unknown {workload[:40]!r}", hint="one of " + ", ".join(WORKLOADS))
+    for option, value in only[1:3]:
+        if trace is not None and value is not None:
+            raise UsageError(f"{option} is about a --workload; a trace has its own")
+    if workload is not None and tokenizer is not None:
+        raise UsageError("--tokenizer reads the messages of a --trace")
+    for option, number in only[1:]:
+        if number is not None and not 0 < float(number) <= 10**9:
+            raise UsageError(f"{option}: {number} is out of range", hint="above 0, at most 1,000,000,000")
+    return Traffic(
+        trace, tokenizer, workload, requests or Traffic.requests, rate or Traffic.rate, in_flight,
+        None if tpot is None else max(1, round(tpot * 1000)), prefill_rate,
+    )  # fmt: skip
+
+
+def check_plot(path: str | None, form: str) -> None:
+    """Refuses a picture of no known kind, and one that would stand among JSON."""
+    if path is None:
+        return
+    from kvctl.plot import kind_of
+
+    if kind_of(path) == "terminal" and form != "table":
+        raise UsageError(f"--plot - draws on stdout, where {form} goes", hint="--plot FILE.svg")
 
 
 def at_least_one(value: int, option: str) -> int:
@@ -259,6 +363,13 @@ def complete_sources(incomplete: str) -> list[str]:
 def complete_solves(incomplete: str) -> list[str]:
     """What --solve takes."""
     return [name for name in SOLVES if name.startswith(incomplete.lower())]
+
+
+def complete_workloads(incomplete: str) -> list[str]:
+    """What --workload takes."""
+    from kvctl.traffic import WORKLOADS
+
+    return [name for name in WORKLOADS if name.startswith(incomplete.lower())]
 
 
 def complete_gpus(incomplete: str) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvctl import __version__
 from kvctl.reports import Fit, SizeReport
@@ -27,6 +27,9 @@ from kvctl.words import (
     unicode_output,
     what_if_words,
 )
+
+if TYPE_CHECKING:
+    from kvctl.plot import Chart
 
 
 def say(kind: str, lines: Iterable[str]) -> None:
@@ -83,6 +86,41 @@ def emit_listing(rows: Sequence[dict[str, Any]], form: str) -> None:
         from kvctl.screen import print_listing
 
         print_listing(rows)
+
+
+def emit_chart(chart: Chart, path: str) -> None:
+    """Draw a chart into a file, or on the terminal for "-"."""
+    from kvctl import plot
+
+    if path != "-":
+        plot.write(chart, path)
+        return
+    import os
+    import shutil
+
+    forgive_encoding()
+    size = shutil.get_terminal_size((100, 30))
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    drawn = plot.terminal(chart, size.columns, min(size.lines - 2, 30), colour=colour, unicode=unicode_output())
+    sys.stdout.write(drawn)
+
+
+@contextlib.contextmanager
+def progress(what: str, *, quiet: bool) -> Iterator[Callable[[int], None] | None]:
+    """A count on stderr that is overwritten as it grows; nothing where that is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(count: int) -> None:
+        with contextlib.suppress(OSError):
+            print(f"\r{count:,} {what}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        with contextlib.suppress(OSError):
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def emit_gpus(rows: Sequence[dict[str, Any]], form: str) -> None:

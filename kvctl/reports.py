@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvctl import __version__
 from kvctl.allocation import Allocation, Part
 from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from kvctl.replay import Replay
 
 
 class StateRow(Record):
@@ -145,6 +148,12 @@ class Fit(Record):
     advice: tuple[str, ...] = ()
     """Changes with which it would fit."""
 
+    @property
+    def close(self) -> bool:
+        """Whether estimates that are off by a sixth turn the answer around."""
+        guessed = sum(part.bytes for part in self.parts if part.estimated)
+        return 6 * abs(self.headroom_bytes) < guessed
+
     def to_dict(self) -> dict[str, Any]:
         names = ("fits", "device_bytes", "weights_bytes", "kv_bytes", "overhead_bytes", "headroom_bytes", "max_context",
                  "max_concurrency", "bottleneck_rank", "kv_budget_bytes", "capacity_tokens")  # fmt: skip
@@ -187,6 +196,7 @@ class SizeResult(Record):
     warnings: tuple[str, ...] = ()
     allocation: Allocation | None = None
     fit: Fit | None = None
+    replay: Replay | None = None
 
     @property
     def weights_bytes(self) -> int | None:
@@ -227,6 +237,8 @@ class SizeResult(Record):
             out["allocation"] = self.allocation.to_dict()
         if self.fit is not None:
             out["fit"] = self.fit.to_dict()
+        if self.replay is not None:
+            out["replay"] = self.replay.to_dict()
         if self.per_layer is not None:
             out["per_layer"] = [row.to_dict() for row in self.per_layer]
         if self.formulas:

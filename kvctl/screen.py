@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from kvctl.reports import LayerRow, SizeReport, SizeResult
-from kvctl.screen_lines import Row, Screen, bar, share_words
+from kvctl.screen_lines import Row, Screen, bar
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
     capacity_words,
@@ -26,6 +26,7 @@ from kvctl.words import (
     rank_words,
     reserved_words,
     scheme_words,
+    share_words,
     title_words,
 )
 
@@ -58,9 +59,9 @@ def print_size(report: SizeReport) -> None:
     if len({result.engine for result in report.results}) > 1 or report.refused:
         _engines(screen, report.results)
         return
-    groups: dict[tuple[str, str], dict[int, SizeResult]] = {}
+    groups: dict[Key, dict[int, SizeResult]] = {}
     for result in report.results:
-        groups.setdefault((result.model.id, result.model.location), {})[result.context] = result
+        groups.setdefault(_key(result), {})[result.context] = result
     largest = [max(group.values(), key=lambda result: result.context) for group in groups.values()]
     if len(groups) > 1:
         _comparison(screen, [list(group.values()) for group in groups.values()])
@@ -68,7 +69,9 @@ def print_size(report: SizeReport) -> None:
         (group,) = groups.values()
         if len(group) > 1:
             _ladder(screen, list(group.values()))
-        if largest[0].fit is not None:
+        if largest[0].replay is not None:
+            _replayed(screen, largest[0])
+        elif largest[0].fit is not None:
             from kvctl.screen_fit import print_fit
 
             screen.line(f"{title_words(largest[0])}, {engine_words(largest[0])}", "bold")
@@ -104,6 +107,18 @@ def _one(screen: Screen, result: SizeResult, *, titled: bool = True) -> None:
     _log(screen, result)
 
 
+def _replayed(screen: Screen, result: SizeResult) -> None:
+    """A replay under the question it belongs to; what the memory is made of is another screen."""
+    from kvctl.screen_replay import print_replay
+
+    screen.line(one_line(f"{result.model.id}: at most {result.context:,} tokens each, {engine_words(result)}"), "bold")
+    if result.fit is not None:
+        from kvctl.screen_fit import print_verdict
+
+        print_verdict(screen, result)
+    print_replay(screen, result)
+
+
 def _fact_lines(screen: Screen, facts: Sequence[tuple[str, str, str]]) -> None:
     names, sizes = (max(len(fact[column]) for fact in facts) for column in (0, 1))
     for index, (name, size, detail) in enumerate(facts):
@@ -126,7 +141,8 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     """Name, size for people, exact number and what it is."""
     need = ", what the architecture needs" if result.allocation else ""
     rows = [("KV cache", format_bytes(result.kv_bytes), f"{result.kv_bytes:,} bytes in {format_words(result)}{need}")]
-    rows += _allocation(result)
+    if result.fit is None or result.formulas:
+        rows += _allocation(result)  # beside a fit only where every step is asked for
     exact = result.kv_bytes_per_token_exact
     if result.kv_bytes_per_token:
         each = f"{exact} bytes" if exact else f"{result.kv_bytes_per_token:,} bytes"
@@ -143,7 +159,7 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
         origin += f"; {result.weights.scheme}"
     if result.weights_bytes is not None:
         rows.append(("weights", format_bytes(result.weights_bytes), f"{count}{origin}"))
-        if result.allocation is None:
+        if result.allocation is None and result.fit is None:
             rows.append(("together", format_bytes(result.kv_bytes + result.weights_bytes), "KV cache and weights"))
     elif result.model.source != "shape":
         rows.append(("weights", "unknown", f"{count}{origin}"))
@@ -311,7 +327,7 @@ def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
     """Engines side by side: a table for every model and context, and why they differ."""
     questions: dict[tuple[str, str, int], list[SizeResult]] = {}
     for result in results:
-        questions.setdefault((*_key(result), result.context), []).append(result)
+        questions.setdefault((*_key(result)[:2], result.context), []).append(result)
     for number, answers in enumerate(questions.values()):
         if number:
             screen.line()
@@ -346,19 +362,24 @@ def _weights(result: SizeResult) -> str:
     return "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes)
 
 
-def _key(result: SizeResult) -> tuple[str, str]:
-    return result.model.id, result.model.location
+Key = tuple[str, str, str]
+"""Id, place and cache format: what a group of contexts has in common."""
 
 
-def _display_names(results: Sequence[SizeResult]) -> dict[tuple[str, str], str]:
+def _key(result: SizeResult) -> Key:
+    return result.model.id, result.model.location, format_words(result)
+
+
+def _display_names(results: Sequence[SizeResult]) -> dict[Key, str]:
     """Names without organisation, or as much more as it takes to tell them apart."""
     keys = list(dict.fromkeys(_key(result) for result in results))
+    formats = len({key[2] for key in keys}) > 1
     for name in (
         lambda key: key[0].rpartition("/")[2] or key[0],
         lambda key: key[0],
         lambda key: f"{key[0]} ({key[1]})",
     ):
-        names = {key: one_line(name(key)) for key in keys}
+        names = {key: one_line(name(key)) + (f" {key[2]}" if formats else "") for key in keys}
         if len(set(names.values())) == len(keys):
             break
     return names

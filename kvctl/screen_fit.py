@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.text import Text
 
 from kvctl.reports import Fit, SizeResult
-from kvctl.screen_lines import Row, Screen, share_words
+from kvctl.screen_lines import Row, Screen
 from kvctl.units import format_bytes, plural
-from kvctl.words import device_words, one_line, signed_bytes, unicode_output, verdict_words
+from kvctl.words import device_words, one_line, share_words, signed_bytes, unicode_output, verdict_words
 
 _STYLES = {"weights": "blue", "KV cache": "cyan", "headroom": "green", "left free": "bright_black",
-           "other processes": "red"}  # fmt: skip
+           "in use": "red"}  # fmt: skip
 _OVERHEAD = ("magenta", "yellow", "bright_magenta", "bright_yellow")
 _MARKS = "█▓▒░"
-_LETTERS = {"weights": "W", "KV cache": "K", "headroom": ".", "left free": "-", "other processes": "x"}
+_LETTERS = {"weights": "W", "KV cache": "K", "headroom": ".", "left free": "-", "in use": "x"}
 
 
 def print_verdict(screen: Screen, result: SizeResult) -> None:

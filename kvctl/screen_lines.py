@@ -80,19 +80,3 @@ def bar(part: int, whole: int, width: int = 16) -> Text:
         return Text("#" * max(1, round(width * part / whole)))
     eighths = max(1, round(8 * width * part / whole))
     return Text("█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8], style="cyan")
-
-
-def share_words(part: int, whole: int) -> str:
-    """Percent: 100% only for all of it, 0% only for nothing."""
-    if not part or not whole:
-        return "0%"
-    if part == whole:
-        return "100%"
-    percent = 100 * part / whole
-    if percent > 100:
-        return f"{percent:,.0f}%"
-    if percent >= 99.95:
-        return ">99.9%"
-    if percent < 0.05:
-        return "<0.1%"
-    return f"{percent:.0f}%" if 9.95 <= percent < 99 else f"{percent:.1f}%"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.allocation import Allocation, Serving
-from kvctl.engines import Engine
+from kvctl.engines import IDEAL, Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
 from kvctl.record import Record
@@ -23,7 +23,7 @@ DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
 class SizePlan(Record):
     """What to size a model for; None stands for "as the model says"."""
 
-    engine: Engine
+    engine: Engine = IDEAL
     contexts: tuple[int, ...] | None = None
     own_maximum: bool = False
     """Without contexts: the model's own maximum, and no ladder up to it."""

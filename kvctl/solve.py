@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from kvctl.errors import ExitCode, KvctlError, UsageError
 from kvctl.reports import SizeResult
@@ -14,6 +15,12 @@ _MOST_GPUS = 64
 _SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt-llm": "fp8", "llama.cpp": "q8_0",
                   "ollama": "q8_0"}  # fmt: skip
 """A cache format of about half the size, in each engine's words."""
+
+
+_SHARES = {"vllm": ("--gpu-memory-utilization", 0.95), "sglang": ("--mem-fraction-static", 0.88)}
+"""More of the memory than engines take without being told; what is left is tight for what they do not count."""
+_FEW_TOKENS, _FEW_REQUESTS = 2048, 64
+"""A batch that takes less for activations and graphs."""
 
 
 class NoAnswer(KvctlError):
@@ -57,7 +64,7 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
         if plan.engine.slots:
             raise UsageError(f"{plan.engine.name} holds {plural(result.fit.max_concurrency, 'request')} of {context:,} "
                              "tokens", hint=f"--parallel {result.fit.max_concurrency} counts so many slots")  # fmt: skip
-        return plan.replace(sequences=result.fit.max_concurrency)
+        return _on_device(spec, plan.replace(sequences=result.fit.max_concurrency), context)
     return _fewest(spec, plan, context, what)
 
 
@@ -70,7 +77,21 @@ def _longest(spec: ModelSpec, plan: SizePlan) -> SizePlan:
         raise NoAnswer(f"no context fits: {_why(answer(asked, 1))}", hint=_hint(spec, plan, result))
     if longest is None:  # nothing of the cache grows
         longest = spec.max_context or contexts_for(spec, plan)[-1]
-    return plan.replace(contexts=(longest,))
+    return _on_device(spec, plan.replace(contexts=(longest,)), longest)
+
+
+def _on_device(spec: ModelSpec, plan: SizePlan, context: int) -> SizePlan:
+    """The plan; a budget that is told may hold it and be more than the device has.
+
+    Raises:
+        NoAnswer: it is.
+
+    """
+    if plan.serving.kv_budget is not None:
+        result = answer(prepare(spec, plan), context)
+        if result.fit is not None and not result.fit.fits:
+            raise NoAnswer(f"nothing fits: {_why(result)}", hint=_hint(spec, plan, result))
+    return plan
 
 
 def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePlan:
@@ -116,19 +137,24 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
     fit = result.fit
     if fit is None or fit.fits:
         return ()
-    out = []
+    out: list[str] = []
+    tries = []
     if fit.max_context:
-        out.append(f"--ctx {fit.max_context}")
+        tries.append((f"--ctx {fit.max_context}", plan, fit.max_context))
     if fit.max_concurrency and fit.max_concurrency < plan.sequences:
-        out.append(f"--sequences {fit.max_concurrency}")
-    for words, changed in _changes(plan):
+        tries.append(
+            (f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context)
+        )
+    for words, changed, context in chain(tries, ((*change, result.context) for change in _changes(plan))):
+        if any(words.startswith(one) or words.endswith(one) for one in out):
+            continue  # half of it is enough
         try:
-            tried = answer(prepare(spec, changed), result.context)
+            tried = answer(prepare(spec, changed), context)
         except KvctlError:
             continue
         if tried.fit is not None and tried.fit.fits:
             out.append(words)
-            if words.startswith("--gpu"):
+            if words.startswith("--gpu "):
                 break  # the fewest are enough
     return tuple(out)
 
@@ -141,6 +167,13 @@ def _changes(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
         kind = plan.engine.kv_dtype(smaller, "--kv-dtype")
         cache = plan.replace(key=kind, value=kind.values or kind)
         yield f"--kv-dtype {smaller}", cache
+    told = _SHARES.get(plan.engine.name)
+    if told is not None and plan.serving.utilization is None and plan.serving.kv_budget is None:
+        option, share = told
+        yield f"{option} {share:g}", plan.replace(serving=plan.serving.replace(utilization=share))
+    if plan.engine.name == "vllm" and plan.serving.max_batched is None and plan.serving.max_sequences is None:
+        small = plan.serving.replace(max_batched=_FEW_TOKENS, max_sequences=_FEW_REQUESTS)
+        yield f"--max-num-batched-tokens {_FEW_TOKENS} --max-num-seqs {_FEW_REQUESTS}", plan.replace(serving=small)
     if plan.weights_dtype is None and plan.engine.splits:
         for name in ("fp8", "awq"):
             weights = plan.replace(weights_dtype=name)

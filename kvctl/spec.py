@@ -320,6 +320,8 @@ class Weights(Record):
     bytes: int | None
     parameters: int | None
     source: str
+    looked_up: int | None = None
+    """Bytes of embeddings that llama.cpp leaves in host memory, where the file's tensors are known."""
 
 
 class ModelSpec(Record):

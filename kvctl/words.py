@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvctl.allocation import Allocation
 from kvctl.reports import Fit, SizeResult, WeightsInfo
 from kvctl.units import format_bytes, format_count, plural
+
+if TYPE_CHECKING:
+    from kvctl.replay import Replay
 
 
 def one_line(text: str) -> str:
@@ -113,9 +116,43 @@ def verdict_words(result: SizeResult) -> str:
     rank = f" on each of {len(fit.ranks)} ranks" if len(fit.ranks) > 1 else ""
     about = "about " if fit.estimated else ""
     if fit.fits:
-        return f"fits: {about}{format_bytes(fit.headroom_bytes)} of headroom{rank}"
+        barely = ", less than its estimates may be off by" if fit.close else ""
+        return f"fits{', barely' if fit.close else ''}: {about}{format_bytes(fit.headroom_bytes)} of headroom{rank}{barely}"
     short = f", {format_bytes(-fit.headroom_bytes)} short{rank}" if fit.headroom_bytes < 0 else ""
-    return f"does not fit{short}: {fit.why}"
+    barely = "; estimates may be off by more" if fit.close else ""
+    return f"does not fit{short}: {fit.why}{barely}"
+
+
+def share_words(part: int, whole: int) -> str:
+    """Percent: 100% only for all of it, 0% only for nothing."""
+    if not part or not whole:
+        return "0%"
+    if part == whole:
+        return "100%"
+    percent = 100 * part / whole
+    if percent > 100:
+        return f"{percent:,.0f}%"
+    if percent >= 99.95:
+        return ">99.9%"
+    if percent < 0.05:
+        return "<0.1%"
+    return f"{percent:.0f}%" if 9.95 <= percent < 99 else f"{percent:.1f}%"
+
+
+def replay_words(found: Replay) -> list[str]:
+    """What a replay took for granted."""
+    setup = found.setup
+    pool = (
+        "without limit" if setup.capacity_blocks is None else f"of {setup.capacity_blocks * setup.block_size:,} tokens"
+    )
+    lines = [f"a pool {pool} on each rank in blocks of {plural(setup.block_size, 'token')}, {setup.bytes_per_block:,} bytes each; "
+             f"contiguous: {setup.max_length:,} tokens reserved for each request, or what it says it may take"]  # fmt: skip
+    speed = f"{setup.tpot / 1000:g} ms a token and {setup.prefill_rate:,} prompt tokens a second"
+    lines.append(f"{'assumed' if found.assumed else 'as given'}: {speed}"
+                 + ("; --tpot and --prefill-rate set them" if found.assumed else ""))  # fmt: skip
+    if setup.concurrency is not None:
+        lines.append(f"{plural(setup.concurrency, 'request')} in flight, whenever they came")
+    return [*lines, *found.notes]
 
 
 def format_words(result: SizeResult) -> str:
@@ -183,4 +220,6 @@ def rank_words(weights: WeightsInfo) -> str:
     """What lies on each rank, or on the fullest where they differ."""
     sizes = weights.per_rank or (0,)
     each = f"on each of {len(sizes)} ranks" if len(set(sizes)) == 1 else f"on the fullest of {len(sizes)} ranks"
+    if len(sizes) == 1:
+        each = "that are loaded"
     return f"{max(sizes):,} bytes of weights {each}, by the rules of {weights.rules}"

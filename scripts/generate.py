@@ -175,6 +175,74 @@ ALLOCATION = obj(
     },
 )
 
+FIT = obj(
+    "Whether it fits on the hardware of --gpu; bytes are those of the rank that decides.",
+    {
+        "fits": of("boolean", "Whether weights, cache and all that the engine takes fit."),
+        "device_bytes": whole(
+            "Memory of the device that applications see: weights, cache, overhead and headroom together."
+        ),
+        "weights_bytes": whole("Weights on this rank."),
+        "kv_bytes": whole("The cache of this workload on this rank."),
+        "overhead_bytes": whole("Everything else, all of parts."),
+        "headroom_bytes": of("integer", "What is left of the memory for the cache; less than 0 where it does not fit."),
+        "kv_budget_bytes": whole("Memory for the cache on this rank."),
+        "capacity_tokens": maybe(
+            whole("Tokens of full-length requests that it holds; null where an engine has no pool.")
+        ),
+        "max_context": maybe(
+            whole(
+                "Most tokens in each of so many requests; 0 where none fit, null where the length makes no difference."
+            )
+        ),
+        "max_concurrency": whole("Most requests of this context at once."),
+        "bottleneck_rank": whole("The rank that decides, from 0."),
+        "estimated": of("array", "What of this is estimated, with the rule.", items={"type": "string"}),
+        "why": of(["string", "null"], "What stands in the way; null where it fits."),
+        "advice": of("array", "Options with which it would fit, each of them tried.", items={"type": "string"}),
+        "parts": of(
+            "array",
+            "What the rank holds beside weights and cache.",
+            items=obj(
+                "One part.",
+                {
+                    "name": of("string", "activations, graphs, runtime, left free, in use, …"),
+                    "bytes": whole("Its bytes."),
+                    "estimated": of("boolean", "Whether a rule of thumb gives it."),
+                    "rule": of("string", "How it comes about."),
+                },
+            ),
+        ),
+        "ranks": of(
+            "array",
+            "Every rank.",
+            items=obj(
+                "One rank.",
+                {
+                    "rank": whole("Number, from 0."),
+                    "device": of("string", "The device's name."),
+                    "device_bytes": whole("Its memory that applications see."),
+                    "weights_bytes": whole("Weights on it."),
+                    "kv_bytes": whole("The cache of this workload on it."),
+                    "overhead_bytes": whole("What the engine takes beside them."),
+                    "headroom_bytes": of("integer", "What is left of its memory for the cache."),
+                },
+            ),
+        ),
+    },
+)
+
+REPLAY = obj(
+    "What contiguous, paged and prefix-sharing allocation make of a trace, with --trace or --workload.",
+    {
+        "setup": of("object", "Block size, capacity and the time model that were used."),
+        "requests": whole("Requests replayed."),
+        "policies": of("array", "One object for each policy: contiguous, paged, prefix.", items={"type": "object"}),
+        "assumed": of("array", "Values of the setup that nobody named.", items={"type": "string"}),
+        "notes": of("array", "What to know about it.", items={"type": "string"}),
+    },
+)
+
 SIZE_RESULT = obj(
     "The cache of one model at one context.",
     {
@@ -257,6 +325,8 @@ SIZE_RESULT = obj(
         "naive_kv_bytes": maybe(whole("Bytes by the usual formula on the usual fields, for comparison; null without them.")),
         "warnings": of("array", "Assumptions and limits that bear on this answer.", items={"type": "string"}),
         "allocation": ALLOCATION,
+        "fit": FIT,
+        "replay": REPLAY,
         "formulas": of(
             "array",
             "The arithmetic, with --explain.",
@@ -274,7 +344,7 @@ SIZE_RESULT = obj(
     optional=(
         "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
         "kv_bytes_per_token_exact", "per_layer", "naive_kv_bytes", "warnings", "allocation",
-        "formulas",
+        "fit", "replay", "formulas",
     ),
 )  # fmt: skip
 
@@ -288,6 +358,27 @@ LISTED_MODEL = obj(
         "incomplete": of(["string", "null"], "Why it cannot be sized from the catalogue; null where it can."),
     },
     optional=("incomplete",),
+)
+
+LISTED_GPU = obj(
+    "One GPU. Rates are dense, and null where nobody published them.",
+    {
+        "name": of("string", "What --gpu takes."),
+        "vendor": of("string", "Its maker."),
+        "nvml_names": of("array", "Names that its driver gives it.", items={"type": "string"}),
+        "aliases": of("array", "Other names that --gpu takes.", items={"type": "string"}),
+        "memory_mib": maybe(whole("Memory as the driver's tool prints it, in MiB.")),
+        "nominal_gb": whole("Memory as it is sold."),
+        "cuda_mib": maybe(whole("Memory that CUDA applications were seen to see, in MiB.")),
+        "bandwidth_gbs": of(["number", "null"], "Memory bandwidth, 10^9 bytes a second."),
+        "fp16_tflops": of(["number", "null"], "10^12 operations a second."),
+        "fp8_tflops": of(["number", "null"], "10^12 operations a second."),
+        "int8_tops": of(["number", "null"], "10^12 operations a second."),
+        "fp4_tflops": of(["number", "null"], "10^12 operations a second."),
+        "compute_capability": of(["string", "null"], "CUDA compute capability."),
+        "link_gbs": of(["number", "null"], "NVLink or its like, both directions, 10^9 bytes a second; 0 is none."),
+        "sources": of("object", "Where each field comes from."),
+    },
 )
 
 VERSION = of("string", "Version of kvctl that wrote this.")
@@ -314,6 +405,11 @@ SCHEMAS = {
             "refused": of("array", "Engines of --engine all without an answer, and why.", items={"type": "string"}),
         },
         optional=("refused",),
+    ),
+    "kvctl.gpus/1": document(
+        "kvctl.gpus/1",
+        "What kvctl size --list-gpus --json prints",
+        {"kvctl_version": VERSION, "gpus": of("array", "One for each GPU.", items=LISTED_GPU)},
     ),
     "kvctl.models/1": document(
         "kvctl.models/1",
@@ -527,7 +623,7 @@ def size_sections() -> Iterator[Section]:
             "Bytes are integers and never rounded. The JSON Schema comes with the package, as "
             "kvctl/data/schemas/kvctl.size-1.json. A result has these keys; later versions may add some:",
             named({key: value["description"] for key, value in SIZE_RESULT["properties"].items()}),
-            "--list-models --json prints the catalogue (schema kvctl.models/1).",
+            "--list-models --json prints the catalogue (schema kvctl.models/1), --list-gpus --json the GPUs (kvctl.gpus/1).",
         ],
     )
 

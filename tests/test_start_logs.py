@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from kvctl.allocation import Serving
 from kvctl.engines import Engine
-from kvctl.engines import engine as find_engine
 from kvctl.errors import KvctlError, SourceError
 from kvctl.fit import Hardware
 from kvctl.hardware import read_gpus
@@ -66,10 +65,8 @@ def asked(log: StartLog, facts: dict[str, str]) -> tuple[ModelSpec, SizePlan]:
     said = read_asked(engine=rules, engine_args=words, models=[facts["model"]], revision=None, ctx=None, dtype="auto",
                       kv_dtypes=("auto", "auto", "auto"), overrides=(), flags=())  # fmt: skip
     spec = build_spec(said.find(facts["model"], "catalogue"), said.overrides, checked=False)
-    engine = find_engine(rules)
-    key, value = said.cache_formats(engine)
-    return spec, SizePlan(engine=engine, contexts=said.contexts, own_maximum=said.own_maximum, dtype=said.dtype, key=key,
-                          value=value, serving=said.serving(engine, strict=True), notes=said.notes)  # fmt: skip
+    common = SizePlan(contexts=said.contexts, own_maximum=said.own_maximum, dtype=said.dtype, notes=said.notes)
+    return spec, said.plans(common).each[0]
 
 
 def report(log: StartLog, facts: dict[str, str]) -> LogReport:

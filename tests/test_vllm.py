@@ -46,8 +46,9 @@ def plan(run: Run, model: str, *options: str, stdin: str | None = None) -> Json:
     return allocation
 
 
-def check(run: Run, case: Json, config: Json) -> None:
-    options = ["--engine", "vllm@0.32", "--device", "cpu", "--ctx", str(case["max_model_len"])]
+def options_of(case: Json) -> list[str]:
+    """The command line for a case, without its length."""
+    options = ["--engine", "vllm@0.32", "--device", "cpu"]
     options += ["--kv-budget", str(case["mem"]), "--tensor-parallel-size", str(case["tp"])]
     for name, value in case["args"].items():
         flag = "--" + name.replace("_", "-")
@@ -55,7 +56,11 @@ def check(run: Run, case: Json, config: Json) -> None:
             options.append(flag if value else flag.replace("--", "--no-", 1))
         else:
             options += [flag, str(value)]
-    got = plan(run, "-", *options, stdin=json.dumps(config))
+    return options
+
+
+def check(run: Run, case: Json, config: Json) -> None:
+    got = plan(run, "-", *options_of(case), "--ctx", str(case["max_model_len"]), stdin=json.dumps(config))
     assert got["block_size"] == case["cfg_block_size"]
     assert got["bytes_per_block"] == case["bytes_per_block"]
     assert got["num_blocks"] == case["num_blocks"]

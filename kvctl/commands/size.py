@@ -16,6 +16,7 @@ from kvctl.options import (
     complete_output_formats,
     complete_solves,
     complete_sources,
+    complete_workloads,
 )
 from kvctl.units import MAX_TOKENS
 
@@ -148,6 +149,75 @@ def size(
     fail_unless_fits: Annotated[
         bool, typer.Option("--fail-unless-fits", help="Exit with status 3 where something does not fit (with --gpu).")
     ] = False,
+    workload: Annotated[
+        Optional[str],
+        typer.Option(
+            "--workload",
+            metavar="NAME",
+            help="Replay made-up traffic in the memory for the cache: chat, rag, agent or code. What contiguous, paged and prefix-sharing allocation make of it.",
+            show_default=False,
+            autocompletion=complete_workloads,
+        ),
+    ] = None,
+    trace: Annotated[
+        Optional[str],
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Replay your own: JSON lines of timestamp (ms), input_length, output_length and hash_ids, or of messages with usage or a --tokenizer. - is stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Optional[str],
+        typer.Option(
+            "--tokenizer", metavar="FILE", help="A tokenizer.json, for a --trace of messages.", show_default=False
+        ),
+    ] = None,
+    requests: Annotated[
+        Optional[int],
+        typer.Option("--requests", metavar="N", help="Requests of a --workload. Default: 10000.", show_default=False),
+    ] = None,
+    rate: Annotated[
+        Optional[float],
+        typer.Option("--rate", metavar="X", help="Requests a second of a --workload. Default: 2.", show_default=False),
+    ] = None,
+    in_flight: Annotated[
+        Optional[int],
+        typer.Option(
+            "--in-flight",
+            metavar="N",
+            help="Replay with so many requests at a time, whenever they came.",
+            show_default=False,
+        ),
+    ] = None,
+    tpot: Annotated[
+        Optional[float],
+        typer.Option(
+            "--tpot",
+            metavar="MS",
+            help="Milliseconds between tokens in a replay. Default: 25, assumed.",
+            show_default=False,
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        Optional[int],
+        typer.Option(
+            "--prefill-rate",
+            metavar="N",
+            help="Prompt tokens a second in a replay. Default: 10000, assumed.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        Optional[str],
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw memory against context, with the limit of --gpu: FILE.svg, .png or .html; - draws in the terminal. Several models, or --kv-dtype auto,fp8, give a curve each.",
+            show_default=False,
+        ),
+    ] = None,
     encoder_tokens: Annotated[
         Optional[int],
         typer.Option(
@@ -257,26 +327,20 @@ def size(
       kvctl size gemma-3-27b-it --ctx 128k --engine vllm --kv-budget 20GiB
       kvctl size Llama-3.3-70B-Instruct --ctx 32k --sequences 8 --engine vllm --gpu 4xH100
       kvctl size gpt-oss-120b --engine vllm --gpu H100 --solve ctx
+      kvctl size Qwen3-8B --engine vllm --gpu L4 --ctx 8k --trace requests.jsonl
+      kvctl size Qwen3-32B --kv-dtype auto,fp8 --gpu 2xL40S --engine vllm --plot memory.svg
       kvctl size --engine-args "vllm serve Qwen3-32B -tp 4 --max-model-len 32768"
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
     from kvctl import options, output
-    from kvctl.errors import ConfigError, ExitCode, KvctlError, SourceError, UsageError
+    from kvctl.errors import ExitCode, UsageError
 
     form = options.read_output_format(format_, json_)
     if list_models:
         from kvctl.sources import catalogue
 
-        patterns = models or [""]
-        rows = [row for pattern in patterns for row in catalogue.listing(pattern)]
-        if not rows:
-            near = catalogue.nearest(patterns[0])
-            raise SourceError(
-                f"no model of the catalogue matches {patterns[0]!r}",
-                hint="near it: " + ", ".join(near) if near else None,
-            )
-        output.emit_listing(rows, form)
+        output.emit_listing(catalogue.matching(models or [""]), form)
         return
     if list_gpus:
         from kvctl.hardware import listing
@@ -284,11 +348,8 @@ def size(
         output.emit_gpus(listing(models or [""]), form)
         return
 
-    from kvctl.engines import ENGINES, Engine
-    from kvctl.engines import engine as find_engine
-    from kvctl.model import build_spec, shape_spec
-    from kvctl.reports import SizeReport, SizeResult
-    from kvctl.size import SizePlan, answers, needs_tensors
+    from kvctl.ask import ask
+    from kvctl.size import SizePlan
 
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
@@ -302,13 +363,22 @@ def size(
         overrides=set_ or [],
         flags=context.obj or (),
     )
-    everyone = asked.engine.lower() == "all"
-    if everyone and (explain or per_layer):
+    if asked.engine.lower() == "all" and (explain or per_layer):
         raise UsageError("--explain and --per-layer are about one engine", hint="name it with --engine")
+    traffic = options.read_traffic(
+        trace,
+        tokenizer,
+        workload,
+        requests=requests,
+        rate=rate,
+        in_flight=in_flight,
+        tpot=tpot,
+        prefill_rate=prefill_rate,
+    )
+    options.check_plot(plot, form)
     common = SizePlan(
-        engine=ENGINES[0],
         contexts=asked.contexts,
-        own_maximum=asked.own_maximum,
+        own_maximum=asked.own_maximum or (traffic is not None and asked.contexts is None),
         sequences=options.at_least_one(sequences, "--sequences"),
         beams=options.at_least_one(beams, "--beams"),
         dtype=asked.dtype,
@@ -323,69 +393,19 @@ def size(
             gpu, measured_overhead, solve, started=engine_args is not None, needed=fail_unless_fits
         ),
     )
-    if common.hardware is not None:
-        from kvctl.solve import answers_on as answers
+    plans = asked.plans(common)
+    specs = asked.specs((layers, kv_heads, head_dim), source)
+    report = ask(specs, plans)
+    if traffic is not None:
+        from kvctl.traffic import replayed
 
-    def plan_for(rules: Engine) -> SizePlan:
-        key, value = asked.cache_formats(rules)
-        return common.replace(engine=rules, serving=asked.serving(rules, strict=not everyone), key=key, value=value)
+        with output.progress("requests replayed", quiet=quiet or form == "json") as advance:
+            report = replayed(report, plans, traffic, advance)
+    if plot is not None:
+        from kvctl.plot.build import chart_of
 
-    plans: list[SizePlan] = []
-    refused: list[str] = []
-    faults: list[KvctlError] = []
-    for rules in ENGINES if everyone else (find_engine(asked.engine),):
-        try:
-            plans.append(plan_for(rules))
-        except KvctlError as error:
-            if not everyone:
-                raise
-            faults.append(error)
-            refused.append(f"{rules.name}: {error.message}")
-
-    shape = (layers, kv_heads, head_dim)
-    if any(value is not None for value in shape):
-        if asked.models:
-            raise UsageError("--layers, --kv-heads and --head-dim describe a shape without a model",
-                             hint="for a what-if on a model use --set num_hidden_layers=N")  # fmt: skip
-        if layers is None or kv_heads is None or head_dim is None:
-            raise UsageError("a shape needs all of --layers, --kv-heads and --head-dim")
-        if source or revision:
-            raise UsageError("--source and --revision are about a model; a shape has none")
-        if asked.overrides:
-            raise UsageError("--set changes a model's configuration; a shape has none")
-        specs = [shape_spec(layers, kv_heads, head_dim)]
-    elif asked.models:
-        names = dict.fromkeys(asked.models)
-        if len(names) > 1 and all(part.strip("kKmM").isdigit() for part in asked.models[1:]):
-            raise UsageError(
-                f"{asked.models[1]!r} is a number, not a model",
-                hint=f"several contexts are joined by commas: --ctx {(ctx or '').rstrip(',')},{asked.models[1]}",
-            )
-        found = [asked.find(name, source) for name in names]
-        specs = [build_spec(one, asked.overrides, checked=engine_args is None) for one in found]
-    else:
-        raise UsageError(
-            "no model given", hint="kvctl size Qwen3-32B --ctx 32k; kvctl size --list-models shows the catalogue"
-        )
-
-    if any(needs_tensors(plan) for plan in plans):
-        from kvctl.sources.tensors import attach
-
-        specs = [attach(spec) for spec in specs]
-
-    results: list[SizeResult] = []
-    for spec in specs:
-        for plan in plans:
-            try:
-                results += answers(spec, plan)
-            except KvctlError as error:
-                if not everyone:
-                    raise
-                faults.append(error)
-                refused.append(f"{plan.engine.name}: {error.message}")
-    if not results:
-        fault_kind = UsageError if all(isinstance(fault, UsageError) for fault in faults) else ConfigError
-        raise fault_kind("no engine answers: " + "; ".join(dict.fromkeys(refused)))
-    output.emit_size(SizeReport(tuple(results), tuple(refused)), form, quiet=quiet)
-    if fail_unless_fits and not all(result.fit is not None and result.fit.fits for result in results):
+        output.emit_chart(chart_of(specs, plans), plot)
+    if plot != "-":
+        output.emit_size(report, form, quiet=quiet)
+    if fail_unless_fits and not all(result.fit is not None and result.fit.fits for result in report.results):
         raise typer.Exit(ExitCode.ANSWER_IS_NO)

@@ -6,6 +6,7 @@ First is the default.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kvctl.errors import UsageError
@@ -34,25 +35,25 @@ class Planner(Protocol):
 
 
 class Memory(Protocol):
-    """What an engine's `memory` module offers; all of it is about one rank."""
+    """What an engine's `memory` module offers; all of it is about one rank, on a device of which CUDA sees `device_bytes`."""
 
     def overheads(
         self, spec: ModelSpec, serving: Serving, *, dtype_bytes: int, device_bytes: int, gpu_name: str | None,
-        version: str | None, context: int, sequences: int,
+        version: str | None, context: int,
     ) -> tuple[Part, ...]:  # fmt: skip
-        """What it takes beside weights and cache; `device_bytes` is what CUDA sees of the device."""
+        """What it takes beside weights and cache; `context` is the longest prompt."""
 
     def kv_budget(
-        self, spec: ModelSpec, serving: Serving, *, device_bytes: int, free_bytes: int, weights_bytes: int,
-        parts: tuple[Part, ...], version: str | None,
+        self, *, device_bytes: int, free_bytes: int, weights_bytes: int, parts: Sequence[Part], serving: Serving,
+        version: str | None, spec: ModelSpec,
     ) -> int:  # fmt: skip
         """Bytes that are left for the cache; less than nothing where weights alone do not fit."""
 
-    def left(self, serving: Serving, version: str | None) -> str:
-        """Why it leaves some of the memory alone, in words."""
-
-    def start_refusal(self, free_bytes: int, device_bytes: int, serving: Serving, version: str | None) -> str | None:
-        """Why it would not even begin to load."""
+    # Where an engine has more to say, its module has these too:
+    # left(serving, version) -> str: why it leaves some of the memory alone;
+    # start_refusal(free_bytes, device_bytes, serving, version) -> str | None: why it would not begin to load;
+    # places(spec, weights_bytes, free) -> tuple[Place, ...]: what lies on each of several devices;
+    # started(spec, serving, *, device_bytes, gpu_name, version, context) -> Serving: the options it chooses for a device.
 
 
 class Engine(Record):
@@ -98,8 +99,10 @@ class Engine(Record):
         """The module that says what it takes on a GPU beside weights and cache, loaded when first asked for."""
         from importlib import import_module
 
-        home = {".ollama": ".llama_cpp"}.get(self.module, self.module)
-        return cast("Memory", import_module(f"{home}.memory", __name__)) if home else None
+        if not self.module:
+            return None
+        home = ".ollama_memory" if self.module == ".ollama" else f"{self.module}.memory"
+        return cast("Memory", import_module(home, __name__))
 
     def by_request(self, serving: Serving) -> bool:
         """Whether it reserves for requests: beams are none, and positions of media are part of their length."""

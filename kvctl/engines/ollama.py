@@ -56,7 +56,7 @@ def plan(
     _check(context, sequences, fmt, serving)
     reasons: list[str] = []
     warnings: list[str] = []
-    parallel = _parallel(spec, serving, warnings)
+    parallel = parallel_of(spec, serving, warnings)
     length = min(context, spec.max_context or context)
     if length < context:
         warnings.append(f"Ollama lowers num_ctx to the model's own maximum of {length:,}")
@@ -64,7 +64,7 @@ def plan(
         reasons.append(
             f"{parallel} parallel requests of {length:,} tokens: llama-server -c {length * parallel} -np {parallel}"
         )
-    batch = serving.ubatch or _batch(length * parallel)
+    batch = serving.ubatch or batch_of(length * parallel)
     if any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states):
         warnings.append("a file without attention.key_length_mla, as the library's older ones are, keeps decompressed "
                         "keys and values instead of latents: several times as much")  # fmt: skip
@@ -74,7 +74,7 @@ def plan(
     if local and serving.ubatch is None and batch > 512:
         warnings.append(f"windows hold a batch of {batch:,} tokens, Ollama's where there is room; with little memory "
                         "or without flash attention it takes less, and num_batch sets it")  # fmt: skip
-    expected = _expected(spec, length * parallel)
+    expected = expected_cache(spec, length * parallel)
     if expected is not None:
         reasons.append(f"before loading, Ollama expects {format_bytes(expected)} for the cache, beside the file: every layer "
                        "at full length in f16, with the fewest KV heads of any layer, as wide as embedding / query heads")  # fmt: skip
@@ -104,7 +104,7 @@ def _check(context: int, sequences: int, fmt: Formats, serving: Serving) -> None
         raise UsageError(f"num_batch {serving.ubatch:,}: kvctl knows batches of up to 2,048 tokens")
 
 
-def _parallel(spec: ModelSpec, serving: Serving, warnings: list[str]) -> int:
+def parallel_of(spec: ModelSpec, serving: Serving, warnings: list[str]) -> int:
     """Requests at a time: OLLAMA_NUM_PARALLEL, 1 without it and for some architectures."""
     asked = serving.slots or 1
     if asked > 1 and spec.model_type.startswith(_ONE_AT_A_TIME):
@@ -115,7 +115,7 @@ def _parallel(spec: ModelSpec, serving: Serving, warnings: list[str]) -> int:
     return asked
 
 
-def _batch(context: int) -> int:
+def batch_of(context: int) -> int:
     """Tokens of a batch for all requests' context, where there is room for it."""
     return next(batch for batch, above in _BATCHES if context > above)
 
@@ -132,7 +132,7 @@ def _capacity(spec: ModelSpec, context: int, fmt: Formats, told: Serving, batch:
     return 0
 
 
-def _expected(spec: ModelSpec, context: int) -> int | None:
+def expected_cache(spec: ModelSpec, context: int) -> int | None:
     """Bytes of PredictServerVRAM beside the file's; None where its inputs are not known.
 
     2 × layers × fewest KV heads × (embedding ÷ heads) × tokens × 2 bytes.

@@ -37,7 +37,7 @@ def host_device() -> Device:
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     notes: tuple[str, ...] = ()
-    for bound in cgroup_limits():
+    for bound in cgroup_limits(_CGROUPS, _OWN_GROUPS):
         if bound.used is not None:
             free = min(free, max(bound.limit - bound.used, 0))
         if bound.limit < total:
@@ -46,7 +46,7 @@ def host_device() -> Device:
     return Device("CPU", total, kind="cpu", free_bytes=min(free, total), notes=notes)
 
 
-def cgroup_limits(root: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> list[Limit]:
+def cgroup_limits(root: Path, own: Path) -> list[Limit]:
     """Limits of this process's groups and of all above them, of either version of cgroups."""
     return [
         Limit(limit, _usage(group), name)
@@ -65,9 +65,8 @@ def _groups(root: Path, own: Path) -> list[_Group]:
     found: dict[Path, _Group] = {}
     limits: tuple[str, ...]
     for line in lines[:64]:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if (number, controllers) == ("0", ""):
             top, limits, used = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
             top, limits, used = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"

@@ -53,6 +53,10 @@ def _items(text: str) -> list[str]:
 def _devices(text: str) -> tuple[Device, ...]:
     head, colon, tail = text.partition(":")
     memory = tail.strip() if colon else None
+    if head.strip().lower() == "local":
+        from kvctl.hardware.local import local_gpus
+
+        return local_gpus(memory)
     item = _item(text, head.strip(), memory)
     if item.name.lower() == "cpu":
         return (_cpu(item),)

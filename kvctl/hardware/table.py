@@ -59,6 +59,7 @@ def _card(row: dict[str, Any], legend: dict[str, str]) -> GpuFacts:
         fp8_tflops=row.get("fp8"),
         int8_tops=row.get("int8"),
         fp4_tflops=row.get("fp4"),
+        fp32_tflops=row.get("fp32"),
         shader_tflops=row.get("shader"),
         compute_capability=row.get("cc"),
         link_gbs=row.get("link"),
@@ -66,7 +67,7 @@ def _card(row: dict[str, Any], legend: dict[str, str]) -> GpuFacts:
         metal=row["vendor"] == "Apple",
         memory_options_gb=tuple(row.get("options", ())),
         dies=row.get("dies", 1),
-        cuda_sightings_mib=tuple(sorted(row.get("cuda", ()))),
+        cuda_sightings=tuple((mib, legend.get(code, code)) for mib, code in sorted(row.get("cuda", ()))),
         sources=tuple((field, legend[code]) for field, code in row["src"].items()),
         note=row.get("note"),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -111,6 +111,22 @@ def short_names() -> list[str]:
         _short(found[0]) for spelling, found in _spellings().items()
         if len(found) == 1 and found[0] in sized and "/" in found[0] and spelling == _short(found[0]).lower()
     ]  # fmt: skip
+
+
+def matching(patterns: Sequence[str]) -> list[dict[str, Any]]:
+    """Models that match any of the patterns.
+
+    Raises:
+        SourceError: none does.
+
+    """
+    rows = [row for pattern in patterns for row in listing(pattern)]
+    if not rows:
+        near = nearest(patterns[0])
+        raise SourceError(
+            f"no model of the catalogue matches {patterns[0]!r}", hint="near it: " + ", ".join(near) if near else None
+        )
+    return rows
 
 
 def listing(pattern: str = "", *, incomplete: bool = False) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ TENSOR_TYPES = {
 }  # fmt: skip
 """ggml's types: elements in a block, and its bytes."""
 
+_LOOKED_UP = frozenset(("per_layer_token_embd.weight", "position_embd.weight", "token_types.weight"))
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -51,6 +52,13 @@ class Header(Record):
     elements: int
     cut: bool
     """Whether the file ends before the tensors' data does."""
+    looked_up: int = 0
+    """Bytes of tensors of which single rows are looked up, beside the tokens' embeddings."""
+    embeddings: int = 0
+    vocabulary: int = 0
+    """Rows of the tokens' embeddings."""
+    head: bool = False
+    """Whether the head has a tensor of its own."""
 
 
 def from_file(path: Path, where: str) -> Found:
@@ -74,7 +82,7 @@ def found(headers: list[Header], parts: int, name: str, where: str, provenance: 
     """The model of a file's headers, one for each part that is there, the first first."""
     total, elements = sum(part.bytes for part in headers), sum(part.elements for part in headers)
     notes: tuple[str, ...] = ()
-    weights: Weights | None = Weights(total, elements, "the tensors of the GGUF file")
+    weights: Weights | None = Weights(total, elements, "the tensors of the GGUF file", _stays(headers))
     missing = parts - len(headers)
     if missing:
         weights = None
@@ -85,7 +93,17 @@ def found(headers: list[Header], parts: int, name: str, where: str, provenance: 
         notes = ("the file is cut short: its tensors' data is not all there; weights are those that its header lists",)
     from kvctl.sources.gguf_config import to_config
 
-    return Found(name, to_config(headers[0].metadata, where), provenance, weights, notes)
+    config = to_config(headers[0].metadata, where)
+    vocabulary = max(part.vocabulary for part in headers)
+    if vocabulary and "vocab_size" not in config:
+        config["vocab_size"] = vocabulary
+    return Found(name, config, provenance, weights, notes)
+
+
+def _stays(headers: list[Header]) -> int:
+    """Bytes that stay in host memory when all layers are offloaded; a head without a tensor of its own is copied."""
+    stays = sum(part.looked_up for part in headers)
+    return stays + sum(part.embeddings for part in headers) if any(part.head for part in headers) else stays
 
 
 def _parts(path: Path) -> tuple[Path, list[Path]]:
@@ -201,16 +219,23 @@ class _Reader:
             if key in metadata:
                 raise _broken(self.where, f"has the key {jsonfile.plain(key)[:60]} twice")
             metadata[key] = value
-        total = elements = end = 0
+        total = elements = end = looked_up = embeddings = vocabulary = 0
+        head = False
         for _ in range(tensors):
-            held, count, start = self.tensor()
+            name, rows, held, count, start = self.tensor()
             total, elements, end = total + held, elements + count, max(end, start + held)
+            looked_up += held if name in _LOOKED_UP else 0
+            if name == "token_embd.weight":
+                embeddings, vocabulary = held, rows
+            head = head or name == "output.weight"
         if elements > _MOST_ELEMENTS:
             raise _broken(self.where, f"claims {elements:,} weights")
-        return Header(metadata, tensors, total, elements, self.at + end > self.whole)
+        return Header(
+            metadata, tensors, total, elements, self.at + end > self.whole, looked_up, embeddings, vocabulary, head
+        )
 
-    def tensor(self) -> tuple[int, int, int]:
-        """Bytes and elements of the next tensor, and where its data starts after the header."""
+    def tensor(self) -> tuple[str, int, int, int, int]:
+        """Name, rows, bytes and elements of the next tensor, and where its data starts after the header."""
         name = self.text(_LONGEST_NAME)
         dims = self.number("<I")
         if not 1 <= dims <= 8:
@@ -230,7 +255,7 @@ class _Reader:
             raise _broken(
                 self.where, f"has rows of {shape[0]:,} elements in blocks of {block} ({jsonfile.plain(name)[:60]})"
             )
-        return count // block * held, count, start
+        return name, shape[1] if dims > 1 else 1, count // block * held, count, start
 
     def number(self, form: str) -> Any:
         end = self.at + struct.calcsize(form)

@@ -275,4 +275,25 @@ def to_config(metadata: Mapping[str, Any], where: str) -> Config:
             hint="size the original model by its name or config.json",
         )
     model_type, read = known
-    return {"model_type": model_type, **read(Keys(metadata, architecture, where))}
+    keys = Keys(metadata, architecture, where)
+    return {"model_type": model_type, "gguf_architecture": architecture, **_feed_forward(keys), **read(keys)}
+
+
+_FEED_FORWARD = {
+    "feed_forward_length": "intermediate_size", "vocab_size": "vocab_size", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+}  # fmt: skip
+
+
+def _feed_forward(keys: Keys) -> Config:
+    """Widths that no cache depends on, and compute buffers do; where layers differ, the widest."""
+    out: Config = {}
+    for key, name in _FEED_FORWARD.items():
+        value = keys.get(key)
+        if isinstance(value, list):
+            value = max((n for n in value if isinstance(n, int)), default=None)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 2**40:
+            out[name] = value
+    return out

@@ -15,7 +15,7 @@ from typing import Any
 from kvctl.engines.commandline import config_files
 from kvctl.engines.commandline.pasted import command, docker_variables
 from kvctl.engines.commandline.programs import ONE_SLOT, Program, engine_of_variables, program
-from kvctl.engines.flags import BYTES, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
+from kvctl.engines.flags import BYTES, COUNTS, FLAGS, OBJECT, ON_OFF, TOKENS, Flag, Given, given
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
@@ -174,7 +174,11 @@ class _Reader:
             elif equals:
                 self._take(name, inline)
             elif queue and (not queue[0].startswith("-") or _NUMBER.fullmatch(queue[0])):
-                self._take(name, queue.pop(0))
+                value = queue.pop(0)
+                if name in self.flags and self.flags[name].kind is COUNTS:
+                    while queue and queue[0].isdigit():  # one option with several words
+                        value += "," + queue.pop(0)
+                self._take(name, value)
             elif name in self.flags and self.flags[name].kind is ON_OFF:
                 self._take(name, "on")  # a switch in older builds
             elif name in self.flags or name in self.common:

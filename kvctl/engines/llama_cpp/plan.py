@@ -40,7 +40,7 @@ def check_version(version: str) -> None:
     rules(version)
 
 
-class _Plan(Record):
+class Laid(Record):
     """A context laid out in cells."""
 
     rules: Rules
@@ -60,7 +60,7 @@ def _pad(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _layout(by: Rules, spec: ModelSpec, context: int, serving: Serving) -> _Plan:
+def layout(by: Rules, spec: ModelSpec, context: int, serving: Serving) -> Laid:
     # Without -np the server takes its default number of slots on one unified cache, whatever else it is told.
     slots = serving.slots or by.slots
     unified = serving.slots is None or not by.streams or bool(serving.unified)
@@ -70,17 +70,17 @@ def _layout(by: Rules, spec: ModelSpec, context: int, serving: Serving) -> _Plan
     pad = by.pad if flash else by.pad_without_flash
     total = _pad(context, pad)
     if unified or slots == 1:
-        return _Plan(by, flash, pad, total, total, total, 1, slots, unified)
+        return Laid(by, flash, pad, total, total, total, 1, slots, unified)
     each = _pad(total // slots, pad)
     if not each:
         raise UsageError(
             f"--parallel {slots} leaves no token of --ctx for a slot", hint="--kv-unified shares one cache"
         )
     hybrid = {"slot": each, "slots": each * slots, "context": total}[by.hybrid_cells]
-    return _Plan(by, flash, pad, each * slots, each, hybrid, slots, slots, unified)
+    return Laid(by, flash, pad, each * slots, each, hybrid, slots, slots, unified)
 
 
-def _apart(laid: _Plan, stored: Storage) -> _Plan:
+def apart(laid: Laid, stored: Storage) -> Laid:
     """A stream of all cells for each slot, where slots cannot share one."""
     return laid.replace(streams=laid.slots, unified=False) if stored.compressors and laid.unified else laid
 
@@ -107,9 +107,9 @@ def plan(
             f"{spec.id}: windows and latents got caches of their own between b4980 and b5552, in steps kvctl does not know",
             hint="llama.cpp@b5552 is the first build that kvctl knows with them",
         )
-    laid = _layout(by, spec, context, serving)
+    laid = layout(by, spec, context, serving)
     stored = storage(spec, fmt, by, flash=laid.flash)
-    laid = _apart(laid, stored)
+    laid = apart(laid, stored)
     types = (kv_dtype(serving.draft_key or "f16", "--spec-draft-type-k"),
              kv_dtype(serving.draft_value or "f16", "--spec-draft-type-v"))  # fmt: skip
     stored, said = drafted(stored, spec, by, serving, types)
@@ -118,7 +118,7 @@ def plan(
     ahead: list[str] = []
     total = 0
     for cache in stored.caches:
-        cells = _cells(cache, laid, stored, serving)
+        cells = cells_of(cache, laid, stored, serving)
         total += cells * laid.streams * cache.row
         groups.append(
             GroupRow(cache.kind, cache.layers, laid.pad, laid.pad * cache.row, cells * laid.streams // laid.pad)
@@ -170,10 +170,10 @@ def plan(
     )
 
 
-def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> list[str]:
+def _reasons(context: int, laid: Laid, stored: Storage, serving: Serving) -> list[str]:
     """Why it is more, or elsewhere, than what the architecture needs."""
     reasons = []
-    batch, physical = _batch(serving), _ubatch(serving, laid)
+    batch, physical = _batch(serving), ubatch_of(serving, laid)
     if serving.ubatch is not None and serving.ubatch > physical:
         reasons.append(f"a physical batch is never more than the logical one of {min(batch, laid.context):,} tokens")
     if serving.slots is None and laid.slots > 1:
@@ -183,7 +183,7 @@ def _reasons(context: int, laid: _Plan, stored: Storage, serving: Serving) -> li
     if laid.context != context:
         reasons.append(f"{context:,} tokens become {laid.context:,} cells: every stream has a multiple of {laid.pad}")
     for cache in stored.caches:
-        cells = _cells(cache, laid, stored, serving)
+        cells = cells_of(cache, laid, stored, serving)
         if cache.reach and cells < laid.cells:
             times = f"{laid.slots} × " if laid.unified and laid.slots > 1 else ""
             reasons.append(
@@ -213,17 +213,17 @@ def _batch(serving: Serving) -> int:
     return serving.batch or 2048
 
 
-def _ubatch(serving: Serving, laid: _Plan) -> int:
+def ubatch_of(serving: Serving, laid: Laid) -> int:
     """Tokens of a physical batch: no more than a logical one, or than there are cells."""
     return min(serving.ubatch or 512, _batch(serving), laid.context)
 
 
-def _room(serving: Serving, laid: _Plan) -> int:
+def _room(serving: Serving, laid: Laid) -> int:
     """Tokens of a batch for which windows have room."""
-    return min(_batch(serving), laid.context) if laid.rules.whole_batch else _ubatch(serving, laid)
+    return min(_batch(serving), laid.context) if laid.rules.whole_batch else ubatch_of(serving, laid)
 
 
-def _cells(cache: Cache, laid: _Plan, stored: Storage, serving: Serving) -> int:
+def cells_of(cache: Cache, laid: Laid, stored: Storage, serving: Serving) -> int:
     """Cells of one stream."""
     if not cache.reach or serving.swa_full:
         cells = laid.hybrid_cells if stored.shift_bytes or stored.state_bytes else laid.cells
@@ -232,12 +232,12 @@ def _cells(cache: Cache, laid: _Plan, stored: Storage, serving: Serving) -> int:
     return min(laid.cells, _pad(needed, laid.pad))
 
 
-def _largest(spec: ModelSpec, laid: _Plan, serving: Serving, budget: int, stored: Storage) -> int:
+def _largest(spec: ModelSpec, laid: Laid, serving: Serving, budget: int, stored: Storage) -> int:
     """The largest context in the budget, a multiple of its padding for every stream; the model's own maximum at most."""
 
     def takes(context: int) -> int:
-        laid_out = _apart(_layout(laid.rules, spec, context, serving), stored)
-        cells = sum(_cells(cache, laid_out, stored, serving) * cache.row for cache in stored.caches)
+        laid_out = apart(layout(laid.rules, spec, context, serving), stored)
+        cells = sum(cells_of(cache, laid_out, stored, serving) * cache.row for cache in stored.caches)
         return cells * laid_out.streams + stored.state * laid_out.slots
 
     step = laid.pad * laid.streams

@@ -150,6 +150,7 @@ def _single(
         warnings=tuple(warnings),
         longest_sequence=context,
         held=None if blocks is None else max(0, blocks // request),
+        beside=tuple(state for state in states for _ in range(settings.ranks)) if any(states) else (),
     )  # fmt: skip
 
 

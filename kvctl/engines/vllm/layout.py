@@ -91,7 +91,10 @@ def lay_out(
         groups = packed.groups_of(layers, rules)
         of_stage = tuple(packed.bytes_per_block(groups, stage, rules) for stage in stages)
         return Laid(groups, settings, block, context, of_stage, True)
-    layers = [item.replace(spec=placed(item.spec, settings, block, padded, context)) for item in layers]
+    # Layers of a kind share one spec: it is placed once.
+    found = {id(item.spec): item.spec for item in layers}
+    there = {key: placed(one, settings, block, padded, context) for key, one in found.items()}
+    layers = [Placed(there[id(item.spec)], item.stage) for item in layers]
     if not rules.hybrid or _stored_in_full(layers, serving, rules, reasons):
         layers = promoted(layers, reasons)
     groups = groups_of(layers, rules, reasons)

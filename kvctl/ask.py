@@ -1,0 +1,57 @@
+"""Every model under every plan: the answers of one run, and who gave none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvctl.errors import ConfigError, KvctlError, UsageError
+from kvctl.record import Record
+from kvctl.reports import SizeReport, SizeResult
+from kvctl.size import SizePlan, answers, needs_tensors
+from kvctl.spec import ModelSpec
+
+
+class Plans(Record):
+    """What to ask: plans, and for several engines the reasons of those that cannot be asked."""
+
+    each: tuple[SizePlan, ...]
+    faults: tuple[tuple[str, KvctlError], ...] = ()
+    """Names of engines, and what is wrong with the question to them."""
+    comparing: bool = False
+    """Whether engines are compared: one that gives no answer is named, and the others answer."""
+
+
+def ask(specs: Sequence[ModelSpec], plans: Plans) -> SizeReport:
+    """Answers for every model, plan and context.
+
+    Raises:
+        KvctlError: the first plan's, or where engines are compared that of all of them.
+
+    """
+    if any(needs_tensors(plan) for plan in plans.each):
+        from kvctl.sources.tensors import attach
+
+        specs = [attach(spec) for spec in specs]
+    results: list[SizeResult] = []
+    faults = list(plans.faults)
+    for spec in specs:
+        for plan in plans.each:
+            try:
+                results += _answers(spec, plan)
+            except KvctlError as error:
+                if not plans.comparing:
+                    raise
+                faults.append((plan.engine.name, error))
+    refused = tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in faults))
+    if not results:
+        fault_kind = UsageError if all(isinstance(error, UsageError) for _, error in faults) else ConfigError
+        raise fault_kind("no engine answers: " + "; ".join(refused))
+    return SizeReport(tuple(results), refused)
+
+
+def _answers(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
+    if plan.hardware is None:
+        return answers(spec, plan)
+    from kvctl.solve import answers_on
+
+    return answers_on(spec, plan)

@@ -1,0 +1,289 @@
+"""What llama.cpp takes of a GPU beside weights and cache, what it leaves in host memory, and how layers are divided.
+
+Source: llama.cpp b11434 src/llama-model.cpp (load_tensors: splits and which tensors stay with the CPU),
+src/llama-context.cpp (sched_reserve, output_reserve, pipeline parallelism), common/fit.cpp (--fit),
+tools/server/server-context.cpp (outputs of a batch).
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from kvctl.allocation import Part, Serving
+from kvctl.engines.llama_cpp.builds import rules
+from kvctl.engines.llama_cpp.compute import Batch, Shape, compute_buffer
+from kvctl.engines.llama_cpp.plan import Laid, layout, ubatch_of
+from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
+from kvctl.errors import UsageError
+from kvctl.record import Record
+from kvctl.spec import Empty, LatentAttention, ModelSpec, Shared
+from kvctl.units import format_bytes
+
+MIB = 2**20
+MARGIN = 1024 * MIB
+"""--fit-target: what --fit on leaves free on every device."""
+CONTEXT = 550 * MIB
+"""CUDA's context, kernels and cuBLAS: memory that llama.cpp's own breakdown calls unaccounted."""
+_COPIES = 4
+"""Of a device's inputs, where several devices work on batches at a time (GGML_SCHED_MAX_COPIES)."""
+_AGES = ((9842, 3), (8095, 2), (6122, 1), (0, 0))
+"""Builds from which graphs are laid out in a new way, and what `Batch.age` calls it."""
+_LAST = (5640, 7698, 8390)
+"""The last measured builds before these."""
+_FITS_SINCE = 7698
+"""The first measured build with --fit."""
+_FEW_OUTPUTS_SINCE, _ALL_OUTPUTS_UNTIL = 9842, 8390
+"""Measured builds whose server has logits for its slots alone (pull request 23861), and for every token of a batch."""
+
+
+class Split(Record):
+    """Layers by device, and the device that has the head; -1 is the CPU."""
+
+    layers: tuple[int, ...]
+    on_cpu: int
+    head: int
+
+
+def layer_split(
+    n_layer: int, free: Sequence[int], tensor_split: Sequence[float] | None = None, gpu_layers: int | None = None
+) -> Split:
+    """How -sm layer divides the layers and the head, by free memory or by --tensor-split.
+
+    `gpu_layers`: -ngl; all of them and the head without it.
+
+    Raises:
+        UsageError: shares that are not one for each device, or negative.
+
+    """
+    if not free or any(bytes_ < 0 for bytes_ in free):
+        raise UsageError("--gpu: llama.cpp's layers need at least one device with memory")
+    shares: Sequence[float] = free
+    if tensor_split is not None and any(tensor_split):
+        shares = [*tensor_split, *[0.0] * len(free)][: len(free)]
+        if not all(0 <= share < 2**60 for share in shares):
+            raise UsageError("--tensor-split: shares are numbers of at least 0, one a device")
+    points = [_single(total) for total in accumulate((_single(share) for share in shares), lambda a, b: _single(a + b))]
+    if not points[-1]:
+        raise UsageError("--gpu: no device has free memory")
+    points = [_single(point / points[-1]) for point in points]
+    places = n_layer + 1
+    offloaded = places if gpu_layers is None or gpu_layers < 0 else min(gpu_layers, places)
+    first = places - offloaded
+    counts, head = [0] * len(free), -1
+    for place in range(first, places):
+        device = bisect_right(points, _single((place - first) / offloaded))
+        if place == n_layer:
+            head = device
+        else:
+            counts[device] += 1
+    return Split(tuple(counts), n_layer - sum(counts), head)
+
+
+def _single(value: float) -> float:
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return float(rounded)
+
+
+def gpu_weights(spec: ModelSpec) -> int | None:
+    """Bytes of the weights on GPUs when all layers are offloaded: embeddings stay in host memory.
+
+    A head that reads the embeddings is a copy of them, and goes with the last layer. None: not known.
+    """
+    weights = spec.weights
+    if weights is None or weights.bytes is None:
+        return None
+    if weights.looked_up is not None:
+        return weights.bytes - weights.looked_up
+    if spec.tensors is None:
+        return None
+    head = any(tensor.name.endswith("lm_head.weight") for tensor in spec.tensors)
+    embeddings = sum(
+        t.total for t in spec.tensors if t.name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
+    )
+    return weights.bytes - embeddings if head else weights.bytes
+
+
+def overheads(
+    spec: ModelSpec,
+    serving: Serving,
+    *,
+    dtype_bytes: int,
+    device_bytes: int,
+    gpu_name: str | None,
+    version: str | None,
+    context: int,
+    layers: int | None = None,
+    head: bool = True,
+    devices: int = 1,
+) -> tuple[Part, ...]:
+    """What is neither weights nor cache on one GPU that runs `layers` of the model (all without it) and perhaps the head.
+
+    `context` is -c: the tokens of all slots together. Outputs and embeddings are in host memory: `host_parts`. The
+    compute buffer of known architectures is the CPU library's own to the byte; CUDA's fused kernels keep single tensors
+    longer, which adds up to 3% in published logs.
+    """
+    by, _ = rules(version)
+    laid = layout(by, spec, context, serving)
+    shape = shape_of(spec, laid, serving)
+    shape = shape.replace(layers=len(spec.layers) if layers is None else layers)
+    gpu = serving.device != "cpu"
+    batch = _batch(shape, laid, serving, version, gpu=gpu, spec=spec)
+    batch = batch.replace(head=head, copies=_COPIES if devices > 1 and not serving.kv_on_host else 1)
+    size = compute_buffer(shape, batch)
+    rule = _rule(spec, shape, batch)
+    if _unlike(spec):
+        # Of architectures that build quite another graph, the largest was seven times what this one says.
+        size, rule = 7 * size, f"{rule}: seven times that, the most that was measured of such architectures"
+    compute = Part("compute buffer", size, estimated=gpu or not _exact(spec, version), rule=rule)
+    if not gpu:
+        return (compute,)
+    parts = [
+        Part("runtime", CONTEXT, estimated=True, rule=(
+            f"CUDA's context, kernels and cuBLAS take about {format_bytes(CONTEXT)}: taken from published logs")),
+        compute,
+    ]  # fmt: skip
+    if margin := fit_margin(version):
+        parts.append(Part("margin", margin, estimated=False, rule=(
+            f"--fit on leaves {format_bytes(margin)} free (--fit-target), by a shorter context where none is named, "
+            "else with layers on the CPU")))  # fmt: skip
+    return tuple(parts)
+
+
+def _exact(spec: ModelSpec, version: str | None) -> bool:
+    """Whether the buffers of this architecture were equal to the library's own, on the CPU of a build near this one."""
+    style = style_of(spec)
+    build = _build(version)
+    between = any(last < build < since for last, (since, _) in zip(reversed(_LAST), _AGES, strict=False))
+    return style is not None and spec.model_type not in NEAR and not between
+
+
+def _unlike(spec: ModelSpec) -> bool:
+    """Whether a model's graph is known to be quite another one than those that are laid out here."""
+    states = [state for layer, _ in spec.groups for state in layer.states]
+    return spec.model_type.startswith("minimax") or any(
+        isinstance(state, (LatentAttention, Shared)) for state in states
+    )
+
+
+def _rule(spec: ModelSpec, shape: Shape, batch: Batch) -> str:
+    flash = "with flash attention" if batch.flash else "without flash attention"
+    text = (f"the graph of {batch.tokens:,} tokens over {batch.cells:,} cells {flash}, {batch.outputs:,} of them with logits "
+            f"over {shape.vocabulary:,} words")  # fmt: skip
+    if batch.copies > 1:
+        text += f", with {batch.copies} copies of its inputs"
+    if style_of(spec) is None:
+        text += "; laid out as if the architecture were Llama's"
+    return text
+
+
+def host_parts(spec: ModelSpec, serving: Serving, *, version: str | None, context: int) -> tuple[Part, ...]:
+    """What stays in host memory although all layers are offloaded."""
+    by, _ = rules(version)
+    laid = layout(by, spec, context, serving)
+    parts = []
+    if spec.vocab_size is not None:
+        size = laid.slots * spec.vocab_size * 4
+        parts.append(Part("output buffer", size, estimated=False, rule=(
+            f"logits of {laid.slots} slots over {spec.vocab_size:,} words in float32")))  # fmt: skip
+    kept = gpu_weights(spec)
+    if kept is not None and spec.weights is not None and spec.weights.bytes is not None and kept < spec.weights.bytes:
+        parts.append(Part("embeddings", spec.weights.bytes - kept, estimated=False, rule=(
+            "embeddings of tokens are looked up on the CPU")))  # fmt: skip
+    return tuple(parts)
+
+
+def fit_margin(version: str | None) -> int:
+    """Bytes that --fit on leaves free on a device; 0 in builds before it."""
+    return MARGIN if _build(version) >= _FITS_SINCE else 0
+
+
+def _build(version: str | None) -> int:
+    from kvctl.engines.llama_cpp.builds import NEWEST
+
+    rules(version)
+    return NEWEST if version is None else int(version.removeprefix("b"))
+
+
+def outputs(version: str | None, tokens: int, slots: int) -> tuple[int, bool]:
+    """Tokens of a batch that get logits in llama-server, and whether that was read from a build near this one."""
+    build = _build(version)
+    if build >= _FEW_OUTPUTS_SINCE:
+        return min(tokens, slots), True
+    return tokens, build <= _ALL_OUTPUTS_UNTIL
+
+
+def _batch(shape: Shape, laid: Laid, serving: Serving, version: str | None, *, gpu: bool, spec: ModelSpec) -> Batch:
+    tokens = -(-ubatch_of(serving, laid) // laid.slots) * laid.slots
+    few, _ = outputs(version, tokens, laid.slots)
+    window = next((cells for cells in (_window_cells(spec, laid, serving),) if cells), laid.cells)
+    age = next(age for since, age in _AGES if _build(version) >= since)
+    return Batch(tokens=tokens, outputs=few, cells=laid.cells, window_cells=window, flash=laid.flash, gpu=gpu, age=age)
+
+
+def _window_cells(spec: ModelSpec, laid: Laid, serving: Serving) -> int:
+    """Cells of a stream of windows; 0 where there are none apart."""
+    from kvctl.engines.llama_cpp.plan import cells_of
+    from kvctl.engines.llama_cpp.storage import storage
+    from kvctl.formats import FP16, plain
+    from kvctl.spec import Formats
+
+    fmt = Formats(FP16, plain(FP16), plain(FP16))
+    stored = storage(spec, fmt, laid.rules, flash=laid.flash)
+    return max((cells_of(cache, laid, stored, serving) for cache in stored.caches if cache.reach), default=0)
+
+
+def kv_budget(
+    *,
+    device_bytes: int,
+    free_bytes: int,
+    weights_bytes: int,
+    parts: Sequence[Part],
+    serving: Serving,
+    version: str | None,
+    spec: ModelSpec,
+) -> int:
+    """Bytes for the cache on one device; `weights_bytes` are those that lie there (`gpu_weights`)."""
+    return free_bytes - weights_bytes - sum(part.bytes for part in parts)
+
+
+def _tied(spec: ModelSpec) -> bool:
+    from kvctl.families import text_fields
+    from kvctl.families.fields import Fields
+    from kvctl.parameters import tied
+
+    root = Fields(spec.config)
+    return tied(root, text_fields(root))
+
+
+class Place(Record):
+    """What of the model lies on one device."""
+
+    weights: int
+    share: Fraction
+    """Of the cache: its part of the layers that have one."""
+    layers: int
+    head: bool
+
+
+def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
+    """What lies on each of several devices with all layers offloaded; layers count alike, as llama.cpp counts them."""
+    split = layer_split(len(spec.layers), free)
+    there = gpu_weights(spec)
+    total = weights_bytes if there is None else there
+    words = (spec.vocab_size or 0) * (spec.hidden_size or 0)
+    parameters = spec.weights.parameters if spec.weights is not None else None
+    head = weights_bytes * words // parameters if parameters else 0
+    if there is None and not _tied(spec):
+        total -= head  # embeddings stay in host memory
+    owners = [any(not isinstance(state, Empty) for state in layer.states_in("llama.cpp")) for layer in spec.layers]
+    out, first = [], split.on_cpu
+    for device, count in enumerate(split.layers):
+        owned = sum(owners[first : first + count])
+        first += count
+        weights = (total - head) * count // len(spec.layers) + (head if split.head == device else 0)
+        out.append(Place(weights, Fraction(owned, sum(owners) or 1), count, split.head == device))
+    return tuple(out)

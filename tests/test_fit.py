@@ -1,0 +1,243 @@
+"""Does it fit: budgets, ranks, limits and what is said of them, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Outcome
+
+from kvctl.engines import engine
+from kvctl.fit import Hardware, largest
+from kvctl.hardware import Device
+from kvctl.model import shape_spec
+from kvctl.reports import Fit, SizeResult
+from kvctl.size import SizePlan, size
+from kvctl.solve import answers_on
+
+Run = Callable[..., Outcome]
+GIB = 2**30
+
+# 80 layers, 8 KV heads of 128, bf16: 2 × 80 × 8 × 128 × 2 = 327,680 bytes a token.
+SHAPE = shape_spec(80, 8, 128)
+TOKEN = 327_680
+
+
+def card(gib: int, **more: Any) -> Device:
+    return Device("a card", gib * GIB, cuda_total_bytes=gib * GIB, **more)
+
+
+def asked(context: int, *devices: Device, rules: str = "ideal", sequences: int = 1, serving: dict[str, Any] | None = None,
+          **hardware: Any) -> SizeResult:  # fmt: skip
+    plan = SizePlan(
+        engine=engine(rules), contexts=(context,), sequences=sequences, hardware=Hardware(devices, **hardware)
+    )
+    return size(SHAPE, context, plan.replace(serving=plan.serving.replace(**(serving or {}))))
+
+
+def fit(*args: Any, **more: Any) -> Fit:
+    found = asked(*args, **more).fit
+    assert found is not None
+    return found
+
+
+def test_the_ideal_takes_the_whole_device() -> None:
+    # 80 GiB ÷ 327,680 = 262,144 tokens; 65,536 of them take 20 GiB.
+    found = fit(65_536, card(80))
+    assert found.fits
+    assert (found.max_context, found.max_concurrency) == (262_144, 4)
+    assert (found.kv_bytes, found.headroom_bytes, found.overhead_bytes) == (20 * GIB, 60 * GIB, 0)
+
+
+def test_it_fits_to_the_byte() -> None:
+    assert fit(262_144, card(80)).headroom_bytes == 0
+    over = fit(262_145, card(80))
+    assert not over.fits
+    assert over.headroom_bytes == -TOKEN
+
+
+def test_several_devices_share_the_layers_and_the_smallest_decides() -> None:
+    # Half of a token's bytes on each: 40 GiB ÷ 163,840 = 262,144.
+    found = fit(65_536, card(80), card(40))
+    assert found.max_context == 262_144
+    assert found.bottleneck_rank == 1
+    assert [rank.kv_bytes for rank in found.ranks] == [10 * GIB, 10 * GIB]
+
+
+VLLM = {"rules": "vllm@0.32", "overhead": 8 * GIB, "serving": {"utilization": 0.9, "max_batched": 8192}}
+
+
+def test_vllm_asks_for_its_share() -> None:
+    # 0.9 × 80 = 72 GiB, less 8 measured: 64 GiB ÷ (16 × 327,680) = 13,107 blocks, one set aside: 209,696 tokens.
+    found = fit(32_768, card(80), **VLLM)
+    assert found.kv_budget_bytes == 64 * GIB
+    assert found.max_context == 13_106 * 16
+    assert found.max_concurrency == 6  # 13,107 ÷ 2,048 = 6.4
+    assert [(part.name, part.bytes) for part in found.parts] == [("overhead", 8 * GIB), ("left free", 8 * GIB)]
+    assert found.headroom_bytes == 54 * GIB
+    assert found.device_bytes == found.weights_bytes + found.kv_bytes + found.overhead_bytes + found.headroom_bytes
+
+
+def test_tensor_parallel_ranks_have_their_heads() -> None:
+    # Four ranks with two heads each: four times as many tokens in each one's 64 GiB.
+    found = fit(32_768, *(card(80),) * 4, **VLLM)
+    assert len(found.ranks) == 4
+    assert found.max_context == (4 * 64 * GIB // (16 * TOKEN) - 1) * 16
+    assert found.kv_bytes == 10 * GIB // 4
+
+
+def test_an_odd_number_of_gpus_becomes_stages() -> None:
+    # 3 divides 64 query heads nowhere: a shape has no query heads, but 8 KV heads are neither a divisor nor a multiple of 3.
+    found = asked(32_768, *(card(80),) * 3, **VLLM)
+    assert found.fit is not None
+    assert found.allocation is not None
+    assert found.allocation.tensor_parallel_size == 1
+    assert "3 pipeline stages" in " ".join(found.fit.notes)
+    # 80 layers over 3 stages: 27 at the most.
+    assert found.fit.kv_bytes == 10 * GIB * 27 // 80
+
+
+def test_data_parallel_engines_share_the_requests() -> None:
+    found = fit(
+        32_768, card(80), card(80), sequences=12, **{**VLLM, "serving": {**VLLM["serving"], "data_parallel": 2}}
+    )  # type: ignore[dict-item]
+    assert found.fits
+    assert found.max_concurrency == 12  # 6 in each
+    assert found.kv_bytes == 60 * GIB  # 6 × 10
+
+
+def test_free_memory_below_the_share_refuses_the_start() -> None:
+    # vllm#20305: 19.77 of 22.05 GiB free, and 0.9 × 22.05 = 19.84 wanted; 0.89 × 22.05 = 19.62 works.
+    total = round(22.05 * GIB)
+    device = Device("NVIDIA L4", total, cuda_total_bytes=total, free_bytes=round(19.77 * GIB), index=0)
+    found = fit(1024, device, rules="vllm@0.19", overhead=GIB)
+    assert not found.fits
+    assert "19.77/22.05" in found.why
+    assert "0.89" in found.why
+
+
+def test_memory_of_others_is_a_part() -> None:
+    found = fit(1024, card(80, free_bytes=76 * GIB, used_by_others=4 * GIB, index=0), **VLLM)
+    assert ("in use", 4 * GIB) in [(part.name, part.bytes) for part in found.parts]
+
+
+def test_a_budget_that_is_given_is_the_budget() -> None:
+    found = fit(32_768, card(80), rules="vllm@0.32", serving={"kv_budget": 20 * GIB}, overhead=8 * GIB)
+    assert found.kv_budget_bytes == 20 * GIB
+    assert found.max_concurrency == 2
+    assert found.headroom_bytes == 10 * GIB
+
+
+def test_a_budget_beyond_the_device_does_not_fit() -> None:
+    found = fit(32_768, card(80), rules="vllm@0.32", serving={"kv_budget": 79 * GIB}, overhead=8 * GIB)
+    assert not found.fits
+    assert "79 GiB" in found.why
+    assert found.headroom_bytes == -7 * GIB
+    assert found.max_concurrency == 7  # 79 GiB hold 16,179 blocks of a request's 2,048, whatever else there is
+
+
+@pytest.mark.parametrize(
+    ("what", "count"),
+    # 1 TiB of cache for 3,355,443 tokens: 14 × 80 GiB hold it, 13 do not.
+    [("gpus", 13)],
+)
+def test_the_fewest_gpus(what: str, count: int) -> None:
+    plan = SizePlan(contexts=(3_355_443,), hardware=Hardware((card(80),), "card", solve=what))
+    (result,) = answers_on(SHAPE, plan)
+    assert result.fit is not None
+    assert result.fit.fits
+    assert len(result.fit.ranks) == count
+
+
+@pytest.mark.parametrize("answer", [0, 1, 2, 15, 16, 17, 1000, 1024])
+@pytest.mark.parametrize("guess", [1, 16, 17, 500, 5000])
+@pytest.mark.parametrize("block", [0, 1, 16])
+def test_the_search_finds_the_last_that_holds(answer: int, guess: int, block: int) -> None:
+    assert largest(lambda number: number <= answer, guess, 1024, block) == min(answer, 1024)
+
+
+# -- the command line ------------------------------------------------------------------------
+
+
+def test_exit_status_says_no(kvctl: Run) -> None:
+    no = kvctl("size", "Llama-3.1-70B", "--gpu", "H100", "--ctx", "8k", "--fail-unless-fits", "--json")
+    assert no.code == 3
+    assert no.json["results"][0]["fit"]["fits"] is False
+    assert kvctl("size", "Llama-3.1-70B", "--gpu", "4xH100", "--ctx", "8k", "--fail-unless-fits").code == 0
+    assert kvctl("size", "Llama-3.1-70B", "--gpu", "H100", "--ctx", "8k").code == 0
+
+
+def test_solving_for_what_never_fits_is_a_no(kvctl: Run) -> None:
+    outcome = kvctl("size", "Llama-3.1-70B", "--gpu", "T4", "--solve", "ctx")
+    assert outcome.code == 3
+    assert outcome.err.splitlines()[-2].startswith("kvctl: error: no context fits")
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize("option", [("--solve", "ctx"), ("--fail-unless-fits",), ("--measured-overhead", "1GiB")])
+def test_questions_about_hardware_need_hardware(kvctl: Run, option: tuple[str, ...]) -> None:
+    outcome = kvctl("size", "Qwen3-8B", *option)
+    assert outcome.code == 2
+    assert "needs hardware" in outcome.err
+
+
+def test_table_and_json_agree(kvctl: Run) -> None:
+    options = ("size", "Llama-3.1-70B", "--gpu", "4xH100", "--ctx", "32k", "--engine", "vllm", "--sequences", "4")
+    fit_ = kvctl(*options, "--json").json["results"][0]["fit"]
+    table = kvctl(*options).out
+    assert re.search(r"^fits: about ([\d.]+) GiB", table, re.M)
+    assert f"{fit_['max_context']:,} tokens in each of 4 requests" in table
+    assert f"{fit_['max_concurrency']:,} of 32,768 tokens" in table
+    headroom = re.search(r"headroom +([\d.]+) GiB", table)
+    assert headroom
+    assert float(headroom[1]) == round(fit_["headroom_bytes"] / GIB, 2)
+
+
+def test_advice_is_true(kvctl: Run) -> None:
+    options = ("size", "Llama-3.1-70B", "--ctx", "128k", "--engine", "vllm")
+    fit_ = kvctl(*options, "--gpu", "2xH100", "--json").json["results"][0]["fit"]
+    assert not fit_["fits"]
+    assert fit_["advice"]
+    for words in fit_["advice"]:
+        change = words.split()
+        gpu = () if "--gpu" in change else ("--gpu", "2xH100")
+        again = kvctl(*options, *gpu, *change, "--fail-unless-fits", "--json")
+        assert again.code == 0, words
+
+
+def test_what_the_options_say_about_ranks_counts(kvctl: Run) -> None:
+    one = kvctl("size", "Llama-3.1-70B", "--ctx", "8k", "--engine", "vllm", "-tp", "8", "--gpu", "H100", "--json")
+    assert len(one.json["results"][0]["fit"]["ranks"]) == 8
+    too_few = kvctl("size", "Llama-3.1-70B", "--ctx", "8k", "--engine", "vllm", "-tp", "8", "--gpu", "4xH100")
+    assert too_few.code == 2
+    assert "8 ranks on 4 GPUs" in too_few.err
+
+
+def test_a_pasted_command_line_has_only_the_ranks_it_names(kvctl: Run) -> None:
+    pasted = kvctl(
+        "size", "--engine-args", "vllm serve Qwen/Qwen3-8B --max-model-len 8192", "--gpu", "4xH100", "--json"
+    )
+    assert len(pasted.json["results"][0]["fit"]["ranks"]) == 1
+    assert "3 GPUs of 4 stay idle" in pasted.err
+
+
+def test_a_generic_name_says_which_card_it_took(kvctl: Run) -> None:
+    for name in ("A100", "H100"):
+        outcome = kvctl("size", "Qwen3-8B", "--gpu", name, "--ctx", "8k")
+        assert f"{name}: took {name}" in outcome.err
+        assert "other variants" in outcome.err
+
+
+def test_gpus_are_listed(kvctl: Run) -> None:
+    rows = kvctl("size", "--list-gpus", "--json").json["gpus"]
+    assert len(rows) == 72
+    assert [row["name"] for row in kvctl("size", "--list-gpus", "h100", "--json").json["gpus"]] == [
+        "H100 PCIe", "H100 SXM", "H100 NVL"]  # fmt: skip
+    assert kvctl("size", "--list-gpus", "nothing-like-it").code == 2
+
+
+def test_formats_side_by_side(kvctl: Run) -> None:
+    table = kvctl("size", "Qwen3-32B", "--ctx", "8k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8").out
+    assert re.search(r"Qwen3-32B bf16 .* yes .*\n.*Qwen3-32B fp8 .* yes ", table)

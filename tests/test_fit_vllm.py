@@ -1,0 +1,175 @@
+"""`kvctl size --gpu` against vLLM's own check at its start: the longest context and the concurrency that it admits.
+
+`data/vllm_longest.json` was measured with vLLM 0.32 on a CPU, for the cases of `data/vllm.json` and of
+`data/vllm_more.json.gz`: the largest --max-model-len for which `get_kv_cache_configs`, called as the engine does for a
+configuration of that length made anew, raises no "To serve at least one request …"; with one token more it does. The
+model's own maximum was lifted (VLLM_ALLOW_LONG_MAX_MODEL_LEN). null: 2^24 tokens are admitted, and 2^44 by the groups
+of the case's own length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from conftest import DATA, Outcome
+from test_vllm import more, options_of, oracle
+
+Run = Callable[..., Outcome]
+Json = dict[str, Any]
+GIB = 2**30
+
+
+@cache
+def longest() -> dict[str, list[list[Any]]]:
+    """For either file: the index of a case, and pairs of memory in bytes and tokens."""
+    found: dict[str, list[list[Any]]] = json.loads((DATA / "vllm_longest.json").read_text())["cases"]
+    return found
+
+
+def sizes(run: Run, model: str, *options: str, stdin: str | None = None) -> list[Json]:
+    outcome = run("size", model, "--json", *options, stdin=stdin)
+    assert outcome.code == 0, outcome.err
+    results: list[Json] = outcome.json["results"]
+    return results
+
+
+def check(run: Run, case: Json, config: Json, memory: int, tokens: int | None) -> None:
+    own = case["max_model_len"]
+    contexts = {own, 2**24} if tokens is None else {own, max(tokens, 1), tokens + 1}
+    # The device does not come into it: what is told of the budget decides.
+    options = [*options_of({**case, "mem": memory}), "--gpu", "H200", "--ctx", ", ".join(map(str, sorted(contexts)))]
+    results = {result["context"]: result for result in sizes(run, "-", *options, stdin=json.dumps(config))}
+    assert results.keys() == contexts
+    for context, result in results.items():
+        admitted = tokens is None or context <= tokens
+        assert result["fit"]["max_context"] == tokens
+        assert (result["fit"]["max_concurrency"] > 0) == admitted
+        assert any("vLLM would not start" in words for words in result["warnings"]) != admitted
+    if memory == case["mem"]:
+        concurrency = int(case["max_concurrency"]) if tokens is None or own <= tokens else 0
+        assert results[own]["fit"]["max_concurrency"] == concurrency
+
+
+@pytest.mark.parametrize("number", range(36))
+def test_the_longest_context_is_the_one_that_vllm_admits(kvctl: Run, number: int) -> None:
+    index, *rows = longest()["vllm.json"][number]
+    case = oracle()["cases"][index]
+    for memory, tokens in rows:
+        check(kvctl, case, oracle()["configs"][case["model"]], memory, tokens)
+
+
+@pytest.mark.parametrize("number", range(353))
+def test_so_it_is_for_every_architecture(kvctl: Run, number: int) -> None:
+    index, *rows = longest()["vllm_more.json.gz"][number]
+    case = more()["cases"][index]
+    for memory, tokens in rows:
+        check(kvctl, case, more()["configs"][case["model"]], memory, tokens)
+
+
+def test_every_case_is_there() -> None:
+    assert {name: len(rows) for name, rows in longest().items()} == {"vllm.json": 36, "vllm_more.json.gz": 353}
+
+
+# -- starts that fail, published and worked by hand -----------------------------------------------
+
+
+def fit(run: Run, model: str, *options: str) -> Json:
+    (result,) = sizes(run, model, *options)
+    found: Json = result["fit"]
+    return found | {"reserved": result["allocation"]["reserved_bytes"], "log": result["allocation"]["log"]}
+
+
+def test_gpt_oss_120b_needs_more_than_a_loader_left_of_an_h100(kvctl: Run) -> None:
+    # A published start-up error: 4.54 GiB needed at 131,072 tokens with 1,024 batched ones. 36 layers, half of them
+    # full: 131,072/16 + ⌈(127 + 1024)/16⌉ + 1 = 8,265 blocks of 18 · 16 · 2,048 B. A loader that held 66 GiB of
+    # weights had left 3.86 GiB for it.
+    options = ("gpt-oss-120b", "--engine", "vllm@0.22", "--max-num-batched-tokens", "1024", "--ctx", "128k")
+    short = fit(kvctl, *options, "--gpu", "H100", "--kv-budget", "3.86GiB")
+    assert short["reserved"] == short["kv_bytes"] == 8_265 * 18 * 16 * 2_048
+    assert f"{short['kv_bytes'] / GIB:.2f}" == "4.54"
+    assert (short["fits"], short["max_concurrency"], short["log"]) == (False, 0, [])
+    assert short["headroom_bytes"] == int(3.86 * GIB) - 8_265 * 589_824
+    # 7,026 blocks; 73 of them hold the window's tokens: 6,953 · 16
+    assert short["max_context"] == (int(3.86 * GIB) // 589_824 - 73) * 16
+    enough = fit(kvctl, *options, "--gpu", "H100", "--kv-budget", str(8_265 * 589_824))
+    assert (enough["fits"], enough["max_context"], enough["max_concurrency"]) == (True, 131_072, 1)
+
+
+@pytest.mark.parametrize("version", ["0.22", "0.33"])
+def test_gpt_oss_120b_is_refused_whatever_the_batch(kvctl: Run, version: str) -> None:
+    got = fit(kvctl, "gpt-oss-120b", "--engine", f"vllm@{version}", "--ctx", "128k", "--gpu", "H100",
+              "--kv-budget", "3.86GiB")  # fmt: skip
+    # 8,192 + 521 blocks with one batch of 8,192 in flight, 8,192 + 1,033 with two
+    assert got["kv_bytes"] == {"0.22": 8_713, "0.33": 9_225}[version] * 589_824
+    assert not got["fits"]
+    assert "too little for one request of 131,072 tokens" in got["why"]
+
+
+def test_deepseek_v3_does_not_start_on_8_gpus_of_80_gb(kvctl: Run) -> None:
+    # 641 GiB over 8 is 80.1 GiB of weights, and 0.92 · 79.2 = 72.9 GiB are asked for.
+    got = fit(kvctl, "DeepSeek-V3", "--engine", "vllm", "--gpu", "8xH100", "--ctx", "32k")
+    assert (got["fits"], got["max_context"], got["max_concurrency"]) == (False, 0, 0)
+    assert got["why"].startswith("weights of ")
+    assert len(got["ranks"]) == 8
+    assert kvctl("size", "DeepSeek-V3", "--engine", "vllm", "--gpu", "8xH100", "--fail-unless-fits").code == 3
+    # One token in fp8 does not fit either: it is not the cache.
+    least = fit(kvctl, "DeepSeek-V3", "--engine", "vllm", "--gpu", "8xH100", "--ctx", "1", "--kv-dtype", "fp8")
+    assert not least["fits"]
+
+
+@pytest.mark.parametrize(("gpus", "tokens"), [("16xH100", 447_680), ("8xH200", 687_424)])
+def test_deepseek_v3_starts_on_more(kvctl: Run, gpus: str, tokens: int) -> None:
+    # Worked by hand with 3.5 GiB beside weights and cache, and 641 GiB of weights cut evenly: 29.3 GiB and 44.99 GiB
+    # are left. By tensor, ranks hold some 0.1 to 0.8 GiB less: 70,272 B a token.
+    got = fit(kvctl, "DeepSeek-V3", "--engine", "vllm", "--gpu", gpus, "--ctx", "32k", "--measured-overhead", "3.5GiB")
+    assert got["fits"]
+    assert got["capacity_tokens"] == pytest.approx(tokens, rel=0.02)
+    # And by kvctl's own estimates of what is beside them.
+    assert fit(kvctl, "DeepSeek-V3", "--engine", "vllm", "--gpu", gpus, "--ctx", "32k")["fits"]
+
+
+# -- a budget that is told -------------------------------------------------------------------------
+
+
+def test_a_told_budget_answers_for_the_cache_and_the_device_for_the_rest(kvctl: Run) -> None:
+    # 132 GiB of weights and 16 GiB do not fit on 140 GiB; the engine's check counts blocks of 16 · 81,920 · 4 B alone
+    got = fit(kvctl, "Llama-3.1-70B", "--engine", "vllm@0.32", "--ctx", "32k", "--gpu", "H200", "--kv-budget", "16GiB")
+    assert not got["fits"]
+    assert got["why"].startswith("a budget of 16 GiB beside ")
+    blocks = 16 * GIB // (16 * 327_680)
+    assert (got["max_context"], got["max_concurrency"]) == ((blocks - 1) * 16, blocks // 2_048)
+    # No shorter context helps, so none is said to.
+    assert not any(words.startswith(("--ctx", "--sequences")) for words in got["advice"])
+
+
+@pytest.mark.parametrize("what", ["ctx", "concurrency"])
+def test_what_is_solved_for_fits_on_the_device_too(kvctl: Run, what: str) -> None:
+    outcome = kvctl("size", "Llama-3.1-70B", "--engine", "vllm", "--ctx", "32k", "--gpu", "H200", "--kv-budget", "16GiB",
+                    "--solve", what)  # fmt: skip
+    assert outcome.code == 3
+    assert "a budget of 16 GiB beside " in outcome.err
+
+
+def test_unknown_weights_are_said_and_not_counted_beside_a_told_budget(kvctl: Run) -> None:
+    config = json.dumps(oracle()["configs"]["mamba2-2.7b"])
+    options = ("size", "-", "--engine", "vllm", "--gpu", "H200", "--ctx", "4k", "--json")
+    got = kvctl(*options, "--kv-budget", "1GiB", stdin=config).json["results"][0]["fit"]
+    assert got["weights_bytes"] == 0
+    assert "weights: not known, nothing is counted for them" in got["estimated"]
+    refused = kvctl(*options, stdin=config)
+    assert refused.code == 1
+    assert "--kv-budget asks about the cache alone" in refused.err
+
+
+def test_on_a_cpu_only_a_told_budget_has_an_answer(kvctl: Run) -> None:
+    options = ("Qwen3-8B", "--engine", "vllm", "--device", "cpu", "--gpu", "H200", "--ctx", "4k")
+    got = fit(kvctl, *options, "--kv-budget", "16GiB")
+    # What vLLM takes of a GPU for activations and graphs is none of a CPU's.
+    assert [part["name"] for part in got["parts"]] == ["left free"]
+    refused = kvctl("size", *options)
+    assert refused.code == 1
+    assert "--kv-budget says how much" in refused.err
