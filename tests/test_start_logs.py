@@ -365,6 +365,21 @@ def test_an_error_before_another_try_is_none(tmp_path: Path) -> None:
     assert read(tmp_path, vllm_start(4, 29_120) + oom).refusal.kind == "out of memory"  # type: ignore[union-attr]
 
 
+def test_the_printed_peak_holds_the_graphs(tmp_path: Path) -> None:
+    """vllm 0.33 gpu_worker.py: peak_activation_memory = transient peak + estimate of the graphs."""
+    entry = next(entry for entry in LOGS if "receipts of a validation" in entry.where)
+    log = read(tmp_path, entry.text)
+    spec, plan = asked(log, entry.facts)
+    rows = explain(log, attach(spec), plan.replace(hardware=Hardware(read_gpus("A100-80GB"), "A100-80GB"))).rows
+    said = {row.name: row.said for row in rows if row.agrees is None}
+    assert said == {
+        "weights": "51.1 GiB",
+        "activations and graphs": "2.4 GiB",
+        "graphs": "1.55 GiB",
+        "left for the cache": "19.54 GiB",
+    }
+
+
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(vllm_start(4, 29_120).encode())))
     assert read_log("-").version == "0.11.0"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.errors import KvctlError
-from kvctl.reports import Fit, SizeResult
+from kvctl.reports import SizeResult
 from kvctl.size import SizePlan, answer, prepare
 from kvctl.startlog.figures import Figure
 from kvctl.startlog.log import StartLog
 from kvctl.startlog.report import LogRow, row
 from kvctl.startlog.trial import Trial
 from kvctl.units import format_bytes
-
-_ESTIMATES = (("activations", "activations"), ("graphs", "graphs"), ("kv_available", "left for the cache"))
 
 
 def sums(log: StartLog) -> Iterator[LogRow]:
@@ -65,9 +63,20 @@ def measured(trial: Trial, plan: SizePlan) -> Iterator[LogRow]:
     yield from _weights(trial, plan, result)
     if result.fit is None:
         return
-    for name, words in _ESTIMATES:
-        said = trial.log.figure(name)
-        expected = _estimate(result.fit, name)
+    log, parts = trial.log, {part.name: part.bytes for part in result.fit.parts}
+    graphs = log.figure("graphs_estimated") or log.figure("graphs")
+    # From 0.20 on what the graphs are expected to take is part of the peak that is printed at the end.
+    folded = log.figure("consumed") is not None and "graphs" in parts
+    peak = parts.get("activations", 0) + (parts["graphs"] if folded else 0)
+    for said, words, expected in (
+        (
+            log.figure("activations"),
+            "activations and graphs" if folded else "activations",
+            peak if "activations" in parts else None,
+        ),
+        (graphs, "graphs", parts.get("graphs")),
+        (log.figure("kv_available"), "left for the cache", result.fit.kv_budget_bytes),
+    ):
         if said is not None and expected is not None:
             yield row(words, said, expected, expected, None, remark="kvctl's is an estimate")
 
@@ -77,13 +86,6 @@ def _answer(trial: Trial, plan: SizePlan) -> SizeResult | None:
         return answer(prepare(trial.spec, plan), trial.length)
     except KvctlError:
         return None
-
-
-def _estimate(fit: Fit, name: str) -> int | None:
-    if name == "kv_available":
-        return fit.kv_budget_bytes
-    found = [part.bytes for part in fit.parts if part.name == name]
-    return sum(found) if found else None
 
 
 def _weights(trial: Trial, plan: SizePlan, result: SizeResult) -> Iterator[LogRow]:
