@@ -85,6 +85,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l axis-value -x -d 'Axi
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l generated -x -d 'Tokens of --ctx that come one by one, for a quantised cache'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l max-blocks-per-request -x -d 'Width of the block table of the fast decode path'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l use-async-batching -x -a 'auto on off' -d 'Whether two batches of the paged cache are in flight'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l from-log -x -d 'Explain an engine\'s start-up log'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l weights-dtype -x -d 'What if the weights were stored as bf16, fp16, fp32, fp8, fp8-block, ...'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l gpu -x -a '(__kvctl_ask kvctl size --gpu)' -d 'Does it fit? H100, 2xRTX4090, A100:40GiB, 2xL4,T4, local'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l solve -x -a 'ctx concurrency gpus tp' -d 'With --gpu, size the largest that fits'

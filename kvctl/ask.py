@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.record import Record
 from kvctl.reports import SizeReport, SizeResult
 from kvctl.size import SizePlan, answers, needs_tensors
 from kvctl.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kvctl.startlog import StartLog
 
 
 class Plans(Record):
@@ -47,6 +51,21 @@ def ask(specs: Sequence[ModelSpec], plans: Plans) -> SizeReport:
         fault_kind = UsageError if all(isinstance(error, UsageError) for _, error in faults) else ConfigError
         raise fault_kind("no engine answers: " + "; ".join(refused))
     return SizeReport(tuple(results), refused)
+
+
+def ask_log(log: StartLog, spec: ModelSpec, plan: SizePlan) -> SizeReport:
+    """A start-up log, explained, and the answer for the start that it tells of.
+
+    Raises:
+        KvctlError: kvctl has no plan for this start.
+
+    """
+    from kvctl.startlog import explain
+
+    report = explain(log, spec, plan)
+    budget = log.kv_budget
+    told = log.told(plan.serving, budget[0] if budget is not None else None)
+    return ask([spec], Plans((plan.replace(serving=told),))).replace(log=report)
 
 
 def _answers(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:

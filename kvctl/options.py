@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvctl.size import SizePlan
     from kvctl.sources import Found
     from kvctl.spec import ModelSpec
+    from kvctl.startlog import StartLog
     from kvctl.traffic import Traffic
 
 SOLVES = ("ctx", "concurrency", "gpus", "tp")
@@ -271,6 +272,34 @@ def read_hardware(
         else ""
     )
     return Hardware(devices, "" if "," in name else name, measured, solve, started)
+
+
+def read_log(path: str | None, models: Sequence[str], engine: str | None) -> StartLog | None:
+    """A start-up log; `models` are those that the command line names."""
+    if path is None:
+        return None
+    from kvctl import startlog
+
+    if len(models) > 1 or engine == "all":
+        raise UsageError("--from-log is about one start of one engine", hint="one model, or none: the log names it")
+    return startlog.read_log(path)
+
+
+def model_of_log(log: StartLog, source: str | None) -> str:
+    """The first of the names in a log that is known."""
+    from kvctl.sources import resolve
+
+    for name in log.model_names:
+        try:
+            resolve(name, source=source)
+        except KvctlError:
+            continue
+        return name
+    seen = log.model_name or log.model
+    raise SourceError(
+        f"{log.path}: it names {seen!r}, which is no known model" if seen else f"{log.path}: it names no model",
+        hint="name it: kvctl size MODEL --from-log FILE",
+    )
 
 
 def read_traffic(

@@ -154,7 +154,9 @@ def _notes(report: SizeReport) -> list[tuple[str, str]]:
 
 
 def _warnings(report: SizeReport) -> list[tuple[str, str]]:
-    return [(result.model.id, line) for result in report.results for line in result.warnings]
+    log = report.log
+    found = [(log.log.path, note) for note in log.notes] if log is not None else []
+    return found + [(result.model.id, line) for result in report.results for line in result.warnings]
 
 
 # -- encodings ----------------------------------------------------------------------------

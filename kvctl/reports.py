@@ -254,15 +254,19 @@ class SizeReport(Record):
     results: tuple[SizeResult, ...]
     refused: tuple[str, ...] = ()
     """Engines that were asked and gave no answer, with the reason."""
+    log: Any = None
+    """A start-up log, explained (`kvctl.startlog.LogReport`)."""
     schema: str = "kvctl.size/1"
     version: str = __version__
 
     def to_dict(self) -> dict[str, Any]:
-        out = {
+        out: dict[str, Any] = {
             "schema": self.schema,
             "kvctl_version": self.version,
             "results": [result.to_dict() for result in self.results],
         }
+        if self.log is not None:
+            out["log"] = self.log.to_dict()
         if self.refused:
             out["refused"] = list(self.refused)
         return out

@@ -56,6 +56,11 @@ def print_gpus(rows: Sequence[dict[str, Any]]) -> None:
 def print_size(report: SizeReport) -> None:
     """One model in detail, or several side by side; or a model in several engines."""
     screen = Screen()
+    if report.log is not None:
+        from kvctl.screen_log import print_log
+
+        print_log(screen, report.log)
+        return
     if len({result.engine for result in report.results}) > 1 or report.refused:
         _engines(screen, report.results)
         return

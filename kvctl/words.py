@@ -11,6 +11,7 @@ from kvctl.units import format_bytes, format_count, plural
 
 if TYPE_CHECKING:
     from kvctl.replay import Replay
+    from kvctl.startlog import LogReport
 
 
 def one_line(text: str) -> str:
@@ -107,6 +108,21 @@ def gpu_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{dense:,g} TFLOPS" if dense else "",
         ", ".join(row["nvml_names"]),
     )
+
+
+def log_verdict(report: LogReport) -> str:
+    """Whether a log agrees with kvctl, in a line."""
+    if report.refused is not None:
+        return "the engine did not start"
+    differs = [row for row in report.rows if row.agrees is False]
+    same = sum(row.agrees is True for row in report.rows)
+    if not report.rows:
+        return "the log says nothing that could be compared"
+    if not differs:
+        return f"agrees: {plural(same, 'number')} of the log, as exactly as it prints them"
+    unknown = len(report.unexplained)
+    return (f"{plural(len(differs), 'number')} of {len(differs) + same} differ: "
+            + ("all accounted for" if not unknown else f"{unknown} not explained"))  # fmt: skip
 
 
 def verdict_words(result: SizeResult) -> str:

@@ -348,6 +348,41 @@ SIZE_RESULT = obj(
     ),
 )  # fmt: skip
 
+LOG = obj(
+    "A start-up log, explained, with --from-log.",
+    {
+        "file": of("string", "The file."),
+        "engine": of("string", "The engine that wrote it."),
+        "version": of(["string", "null"], "Its version, where the log says."),
+        "agrees": of("boolean", "Whether nothing that kvctl works out differs from the log."),
+        "rows": of(
+            "array",
+            "Numbers of the log beside kvctl's.",
+            items=obj(
+                "One number.",
+                {
+                    "name": of("string", "What it is."),
+                    "unit": of("string", "bytes, tokens, blocks, requests, states or nothing."),
+                    "said": of("string", "As the log prints it."),
+                    "value": of("number", "What that is."),
+                    "half": of("number", "Half of its last printed digit."),
+                    "line": whole("Line of the log."),
+                    "low": of(
+                        ["number", "null"], "What kvctl expects at least, for what rounds to the printed memory."
+                    ),
+                    "high": of(["number", "null"], "And at most."),
+                    "agrees": of(["boolean", "null"], "Null: the log measured what kvctl only estimates."),
+                    "difference": of("number", "The log's value less the nearest that kvctl expects."),
+                    "cause": of(["string", "null"], "What accounts for a difference."),
+                    "remark": of(["string", "null"], "What else is to be said of it."),
+                },
+            ),
+        ),
+        "refused": of(["object", "null"], "Why the engine did not start, what was short, and what fits."),
+        "notes": of("array", "What to know about it.", items={"type": "string"}),
+    },
+)
+
 LISTED_MODEL = obj(
     "One model.",
     {
@@ -403,8 +438,9 @@ SCHEMAS = {
             "kvctl_version": VERSION,
             "results": of("array", "One for each model, engine and context.", items=SIZE_RESULT),
             "refused": of("array", "Engines of --engine all without an answer, and why.", items={"type": "string"}),
+            "log": LOG,
         },
-        optional=("refused",),
+        optional=("refused", "log"),
     ),
     "kvctl.gpus/1": document(
         "kvctl.gpus/1",

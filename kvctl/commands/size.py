@@ -108,6 +108,15 @@ def size(
             show_default=False,
         ),
     ] = None,
+    from_log: Annotated[
+        Optional[str],
+        typer.Option(
+            "--from-log",
+            metavar="FILE",
+            help="Explain an engine's start-up log: what it says of memory, what kvctl expects of the same start, and what accounts for a difference. - is stdin.",
+            show_default=False,
+        ),
+    ] = None,
     weights_dtype: Annotated[
         Optional[str],
         typer.Option(
@@ -329,6 +338,7 @@ def size(
       kvctl size gpt-oss-120b --engine vllm --gpu H100 --solve ctx
       kvctl size Qwen3-8B --engine vllm --gpu L4 --ctx 8k --trace requests.jsonl
       kvctl size Qwen3-32B --kv-dtype auto,fp8 --gpu 2xL40S --engine vllm --plot memory.svg
+      kvctl size --from-log server.log --gpu A100
       kvctl size --engine-args "vllm serve Qwen3-32B -tp 4 --max-model-len 32768"
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
@@ -351,11 +361,12 @@ def size(
     from kvctl.ask import ask
     from kvctl.size import SizePlan
 
+    log = options.read_log(from_log, models or [], engine)
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
-        engine=engine,
-        engine_args=engine_args,
-        models=models,
+        engine=engine or (log.rules if log is not None else None),
+        engine_args=engine_args or (log.engine_args if log is not None else None),
+        models=models or ([options.model_of_log(log, source)] if log is not None else None),
         revision=revision,
         ctx=ctx,
         dtype=dtype,
@@ -390,12 +401,17 @@ def size(
         notes=asked.notes,
         weights_dtype=weights_dtype,
         hardware=options.read_hardware(
-            gpu, measured_overhead, solve, started=engine_args is not None, needed=fail_unless_fits
+            gpu, measured_overhead, solve, started=engine_args is not None or log is not None, needed=fail_unless_fits
         ),
     )
     plans = asked.plans(common)
     specs = asked.specs((layers, kv_heads, head_dim), source)
-    report = ask(specs, plans)
+    if log is not None:
+        from kvctl.ask import ask_log
+
+        report = ask_log(log, specs[0], plans.each[0])
+    else:
+        report = ask(specs, plans)
     if traffic is not None:
         from kvctl.traffic import replayed
 
