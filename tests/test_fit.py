@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from conftest import Outcome
 
+from kvctl.ask import Plans
 from kvctl.engines import engine
 from kvctl.hardware import Device
 from kvctl.model import shape_spec
+from kvctl.plot.build import chart_of
 from kvctl.ranks import Hardware
 from kvctl.reports import Fit, SizeResult
 from kvctl.search import largest
@@ -157,6 +159,29 @@ def test_the_fewest_gpus(what: str, count: int) -> None:
 @pytest.mark.parametrize("block", [0, 1, 16])
 def test_the_search_finds_the_last_that_holds(answer: int, guess: int, block: int) -> None:
     assert largest(lambda number: number <= answer, guess, 1024, block) == min(answer, 1024)
+
+
+def test_a_chart_has_the_corner_where_it_ends_to_fit() -> None:
+    # 80 GiB ÷ 327,680 = 262,144 tokens, and one more is one token too many.
+    plan = SizePlan(contexts=(524_288,), hardware=Hardware((card(80),)))
+    chart = chart_of([SHAPE], Plans((plan,)))
+    (curve,) = chart.curves
+    points = dict(curve.points)
+    assert points[262_144] == 80 * GIB
+    assert points[262_145] == 80 * GIB + TOKEN
+    assert points[524_288] == 160 * GIB
+    assert min(points) == 1024
+    assert [(limit.name, limit.bytes) for limit in chart.limits] == [("a card", 80 * GIB)]
+
+
+def test_a_chart_ends_where_the_engine_says_no() -> None:
+    # vLLM sets one block aside: 13,106 of 13,107 blocks are a request's.
+    plan = SizePlan(engine=engine("vllm@0.32"), contexts=(524_288,), hardware=Hardware((card(80),), overhead=8 * GIB))
+    chart = chart_of([SHAPE], Plans((plan.replace(serving=plan.serving.replace(utilization=0.9)),)))
+    (limit,) = chart.limits
+    assert limit.bytes == 72 * GIB
+    points = dict(chart.curves[0].points)
+    assert points[13_106 * 16] <= limit.bytes < points[13_106 * 16 + 1]
 
 
 # -- the command line ------------------------------------------------------------------------
