@@ -267,3 +267,21 @@ def test_gpus_are_listed(kvctl: Run) -> None:
 def test_formats_side_by_side(kvctl: Run) -> None:
     table = kvctl("size", "Qwen3-32B", "--ctx", "8k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8").out
     assert re.search(r"Qwen3-32B bf16 .* yes .*\n.*Qwen3-32B fp8 .* yes ", table)
+
+
+def test_ollama_takes_its_own_length_on_a_card(kvctl: Run) -> None:
+    # Ollama's tiers: 262,144 tokens from 47 GiB on, 32,768 from 23 GiB, else 4,096; never more than the model's own.
+    for card_, length in (("RTX4090", 32_768), ("T4", 4096), ("H100", 40_960)):
+        outcome = kvctl("size", "Qwen3-8B", "--gpu", card_, "--engine", "ollama", "--json")
+        assert [result["context"] for result in outcome.json["results"]] == [length], card_
+    asked_ = kvctl("size", "Qwen3-8B", "--gpu", "T4", "--engine", "ollama", "--ctx", "8k", "--json")
+    assert asked_.json["results"][0]["context"] == 8192
+
+
+def test_sglang_is_told_which_way_to_turn_the_fraction(kvctl: Run) -> None:
+    # sglang#322: one shortage asks for more, the other for less.
+    start = kvctl("size", "Qwen3-8B", "--gpu", "L4", "--engine", "sglang", "--ctx", "8k")
+    assert "raise --mem-fraction-static" in start.out
+    run = kvctl("size", "Qwen3-8B", "--gpu", "L4", "--engine", "sglang", "--ctx", "8k", "--mem-fraction-static", "0.9")
+    assert "fits" in run.out
+    assert "lower it" in run.err
