@@ -65,7 +65,7 @@ def room_for(
     elif (info is None or info.bytes is None) and serving.kv_budget is not None:
         weights = (0,)  # the cache's own questions have an answer
         guesses.append("weights: not known, nothing is counted for them")
-    elif info is None or info.bytes is None:
+    elif info is None or info.bytes is None:  # nothing is assumed beside a budget
         raise ConfigError(f"{spec.id}: how much its weights take is not known",
                           hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone")  # fmt: skip
     elif info.per_rank is not None and engine.splits:
@@ -84,6 +84,8 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    if info is not None and info.source.startswith("estimated: ") and spec.provenance.source != "shape":
+        guesses.append("weights: " + info.source.removeprefix("estimated: "))
     return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
 
 
