@@ -278,7 +278,7 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
     if plan.serving.speculative is not None:
         warnings.append("weights on each rank are without those that draft")
     on_hardware = plan.hardware is not None and plan.engine.splits
-    assume = plan.hardware is not None and plan.serving.kv_budget is None
+    assume = plan.hardware is not None and plan.serving.kv_budget is None and spec.provenance.source != "shape"
     return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware, assume=assume)
 
 

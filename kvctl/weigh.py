@@ -53,7 +53,11 @@ def weigh(
     else:
         info, tensors = _as_they_are(spec, dtype, ranks.cuts or by_rank, warnings)
         if assume and (info is None or info.bytes is None):
-            info, tensors = _as_usual(spec, dtype)
+            try:
+                info, tensors = _as_usual(spec, dtype)
+            except ConfigError as error:
+                raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
+                                  hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone") from None  # fmt: skip
     if tensors is None or info is None or not (ranks.cuts or by_rank):
         return info
     try:
@@ -139,8 +143,7 @@ def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[
     if name is not None and published is None:
         return _uncounted(spec, dtype, name)
     if name is None or published is None:
-        raise ConfigError(f"{spec.id}: how much its weights take is not known",
-                          hint="--weights-dtype says how they are stored; a folder or a repository with the weights, too")  # fmt: skip
+        raise ConfigError("how they are stored is not in the source, and --weights-dtype does not say it")
     source = f"estimated: {published:,} parameters as if stored in {name}; no source says how they are"
     try:
         tensors, _ = convert(_from_config(spec, dtype), weight_format(name))
