@@ -57,7 +57,7 @@ def weigh(
                 info, tensors = _as_usual(spec, dtype)
             except ConfigError as error:
                 raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
-                                  hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone") from None  # fmt: skip
+                                  hint="--weights-dtype (fp8-block, awq, …) may say it, and a folder with the weights does; --kv-budget asks about the cache alone") from None  # fmt: skip
     if tensors is None or info is None or not (ranks.cuts or by_rank):
         return info
     try:
@@ -143,7 +143,7 @@ def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[
     if name is not None and published is None:
         return _uncounted(spec, dtype, name)
     if name is None or published is None:
-        raise ConfigError("how they are stored is not in the source, and --weights-dtype does not say it")
+        raise ConfigError("how they are stored is not in the source")
     source = f"estimated: {published:,} parameters as if stored in {name}; no source says how they are"
     try:
         tensors, _ = convert(_from_config(spec, dtype), weight_format(name))
