@@ -74,9 +74,9 @@ def room_for(
             guesses.append("weights: cut over ranks as vLLM cuts them")
     elif engine.slots:
         free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
-        places = engine.memory.places(spec, info.bytes, free)  # type: ignore[union-attr]
+        places = engine.memory.places(spec, info.bytes, free, laid.serving.gpu_layers)  # type: ignore[union-attr]
         weights = tuple(place.weights for place in places)
-        if count > 1:
+        if count > 1 or laid.serving.gpu_layers is not None:
             shares = tuple(place.share for place in places)
             more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
             guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
@@ -84,6 +84,8 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    if laid.serving.cpu_offload is not None:
+        weights = tuple(max(0, size - laid.serving.cpu_offload) for size in weights)
     if info is not None and info.source.startswith("estimated: ") and spec.provenance.source != "shape":
         guesses.append("weights: " + info.source.removeprefix("estimated: "))
     return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
@@ -223,6 +225,9 @@ class Room:
         else:
             kv = (need,) * len(ranks)
         short = _shortage(budget, need, each, allocation, context)
+        if allocation is not None and allocation.held is not None and not short:
+            # What pools have for padding beside their budget is none of the workload's.
+            kv = tuple(min(size, max(rank.budget, 0)) for size, rank in zip(kv, ranks, strict=True))
         why = self._refusal(ranks, budget, poorest, allocation) or short
         told_budget = self.laid.serving.kv_budget is not None
         return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))

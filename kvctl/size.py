@@ -275,11 +275,27 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
         return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
     from kvctl import weigh
 
+    _check_weights_dtype(plan)
     if plan.serving.speculative is not None:
         warnings.append("weights on each rank are without those that draft")
     on_hardware = plan.hardware is not None and plan.engine.splits
     assume = plan.hardware is not None and plan.serving.kv_budget is None and spec.provenance.source != "shape"
     return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware, assume=assume)
+
+
+def _check_weights_dtype(plan: SizePlan) -> None:
+    """Refuses formats of weights that the engine does not load."""
+    from kvctl.weight_formats import GGUF_BITS, weight_format
+
+    name, engine = plan.weights_dtype, plan.engine
+    if name is None or (name.lower() in GGUF_BITS and (engine.slots or not engine.plans)):
+        return
+    if engine.slots and weight_format(name).pack is not None:
+        raise UsageError(f"--weights-dtype {name}: {engine.name} loads GGUF files",
+                         hint="one of " + ", ".join(GGUF_BITS) + ", fp16, bf16")  # fmt: skip
+    if name.lower() in GGUF_BITS:
+        raise UsageError(f"--weights-dtype {name}: a format of GGUF files, which {engine.name} does not keep",
+                         hint="--engine llama.cpp or ollama")  # fmt: skip
 
 
 def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:
