@@ -298,6 +298,12 @@ class Room:
         return says(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
                     device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
 
+    def plain_warnings(self, context: int, sequences: int, serving: Serving) -> tuple[str, ...]:
+        """What an engine's plan warns of without a budget."""
+        started = self._started(context)
+        _, allocation = self.held(context, sequences, serving.replace(max_batched=started.max_batched))
+        return allocation.warnings if allocation is not None else ()
+
     def left_words(self, device: Device) -> str:
         """Why the engine leaves memory alone."""
         says = getattr(self.engine.memory, "left", None)
@@ -424,7 +430,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         parts=tuple(parts),
         ranks=tuple(
             RankFit(index, one.device.name, one.device.cuda_bytes, one.weights, load.kv[index],
-                    one.taken - one.weights, one.budget - load.kv[index])
+                    one.device.cuda_bytes - one.weights - one.budget, one.budget - load.kv[index])
             for index, one in enumerate(load.ranks)
         ),
         notes=notes,

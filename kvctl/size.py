@@ -201,7 +201,12 @@ def answer(asked: Question, context: int) -> SizeResult:
         if plan.serving.utilization is not None and allocation.kv_budget_bytes is None and asked.room is None:
             warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
-        warnings += allocation.warnings
+        if asked.room is not None and plan.serving.kv_budget is None:
+            # What a budget is short of is the fit's to say.
+            untold = plan.serving.replace(encoder=work.encoder, utilization=None)
+            warnings += asked.room.plain_warnings(work.context, plan.sequences, untold)
+        else:
+            warnings += allocation.warnings
     warnings += asked.late_warnings
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
