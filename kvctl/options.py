@@ -432,17 +432,24 @@ def complete_workloads(incomplete: str) -> list[str]:
 
 
 def complete_gpus(incomplete: str) -> list[str]:
-    """GPU names of the table that start so, after a count and earlier names."""
+    """GPU names of the table that start so, after a count and earlier names; as they are typed (rtx4090, RTX-4090)."""
     import re
 
     from kvctl.hardware import table
 
-    head, _, last = incomplete.rpartition(",")
-    times = re.match(r"\d+x", last)
-    before = (head + "," if head else "") + (times[0] if times else "")
-    typed = table.key(last[times.end() if times else 0 :])
-    names = ["local", "cpu", *(card.name.replace(" ", "-") for card in table.cards())]
-    return [before + name for name in names if table.key(name).startswith(typed)]
+    times = re.match(r"(.*,)?(\d+x)?", incomplete)
+    before = times[0] if times is not None else ""
+    typed = incomplete[len(before) :]
+    names = ["local", "cpu"]
+    for card in table.cards():
+        names += [card.name.replace(" ", sign) for sign in ("-", "")]
+        names += [name.replace(" ", "-") for name in card.aliases]
+    names += [name.partition("GeForce")[2].lstrip("-") for name in names if name.startswith("GeForce")]
+    # One spelling of a card is enough while none is being typed.
+    plain = [name for name in names if typed or "-" in name or name in ("local", "cpu")]
+    return [
+        before + typed + name[len(typed) :] for name in dict.fromkeys(plain) if name.lower().startswith(typed.lower())
+    ]
 
 
 def complete_models(incomplete: str) -> list[str]:

@@ -283,15 +283,15 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
     where = "" if stacked else f"{first.context:,} tokens × "
     formats = {format_words(result) for result in results}
     cache = f", {formats.pop()} cache" if len(formats) == 1 else ""
+    largest = max(result.kv_bytes for result in results)
+    longest = 0 if stacked else max(len(name) for name in names.values())
+    planned = first.allocation is not None
+    fitted = first.fit is not None
     screen.line(
         f"{where}{copies_words(first)}{cache}, engine {engine_words(first)}"
         + ("" if fitted else "; +1 token is for each sequence"),
         "bold",
     )
-    largest = max(result.kv_bytes for result in results)
-    longest = 0 if stacked else max(len(name) for name in names.values())
-    planned = first.allocation is not None
-    fitted = first.fit is not None
     room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned - 48 * fitted)
 
     def cells(result: SizeResult) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvctl.errors import SourceError, UsageError
 from kvctl.record import Record
 from kvctl.reports import SizeReport, SizeResult
+from kvctl.solve import NoAnswer
 
 if TYPE_CHECKING:
     from kvctl.ask import Plans
@@ -50,7 +51,10 @@ def replayed(
     from kvctl.replay import Setup, replay
 
     if len(report.results) > 1:
-        raise UsageError("a replay is for one model, context, format and engine", hint="--ctx 32k")
+        raise UsageError(
+            "a replay is for one model, context, format and engine",
+            hint="--engine vllm" if plans.comparing else "--ctx 32k",
+        )
     (result,) = report.results
     block, size, capacity, notes = _pool(result)
     if traffic.workload is not None:
@@ -107,7 +111,7 @@ def _pool(result: SizeResult) -> tuple[int, int, int | None, list[str]]:
     plan, notes = result.allocation, []
     budget = result.fit.kv_budget_bytes if result.fit is not None else None
     if budget == 0:
-        raise UsageError(
+        raise NoAnswer(
             "there is no memory for the cache to replay in", hint="see the fit without --trace and --workload"
         )
     fixed = [row for row in result.layers if row.kind not in _GROWING and row.bytes]

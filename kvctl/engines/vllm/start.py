@@ -231,7 +231,7 @@ def start_refusal(free_bytes: int, device_bytes: int, serving: Serving, version:
     return (
         f"Free memory on device ({_gib(free_bytes)}/{_gib(device_bytes)} GiB) on startup is less than desired GPU memory "
         f"utilization ({utilization(serving, version)}, {_gib(wanted)} GiB)"
-        + (f"; --gpu-memory-utilization {best} works" if best else "")
+        + (f"; --gpu-memory-utilization {best} is within it" if best else "")
     )
 
 
