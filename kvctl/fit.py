@@ -84,6 +84,9 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    if laid.devices[0].unified and engine.splits and laid.devices[0].kind == "gpu":
+        # spark-vllm-docker#396: 22.5 and 28.74 GiB on two GB10, 15 GiB less than all else explains.
+        guesses.append("unified memory: what the machine itself holds comes off; a published start had 15 GiB less")
     if laid.serving.cpu_offload is not None:
         weights = tuple(max(0, size - laid.serving.cpu_offload) for size in weights)
     if info is not None and info.source.startswith("estimated: ") and spec.provenance.source != "shape":
@@ -228,7 +231,11 @@ class Room:
         if allocation is not None and allocation.held is not None and not short:
             # What pools have for padding beside their budget is none of the workload's.
             kv = tuple(min(size, max(rank.budget, 0)) for size, rank in zip(kv, ranks, strict=True))
-        why = self._refusal(ranks, budget, poorest, allocation) or short
+        why = (
+            self._refusal(ranks, budget, poorest, allocation)
+            or short
+            or self._plan_refusal(allocation, ranks[poorest], context)
+        )
         told_budget = self.laid.serving.kv_budget is not None
         return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))
 
@@ -287,6 +294,17 @@ class Room:
             return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
                     f"{format_bytes(free)} of {where}")  # fmt: skip
         return ""
+
+    def _plan_refusal(self, allocation: Allocation | None, rank: Rank, context: int) -> str:
+        """Why an engine whose cache would do refuses to start; empty where it starts."""
+        says = getattr(self.engine.memory, "plan_refusal", None)
+        if says is None or allocation is None or self.laid.serving.device == "cpu":
+            return ""
+        found: str | None = says(
+            allocation, self.spec, self.laid.serving, device_bytes=rank.device.cuda_bytes, gpu_name=rank.device.name,
+            version=self.engine.version, context=context,
+        )  # fmt: skip
+        return found or ""
 
     def shortage(self, rank: Rank) -> Any:
         """What an engine that is told a share of the memory will run short of, and when; None where it is nothing."""

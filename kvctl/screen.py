@@ -130,7 +130,10 @@ def _fact_lines(screen: Screen, facts: Sequence[tuple[str, str, str]]) -> None:
 
 
 def _log(screen: Screen, result: SizeResult) -> None:
-    if result.allocation is not None and result.allocation.log:
+    too_long = (
+        result.fit is not None and result.model.max_context is not None and result.context > result.model.max_context
+    )
+    if result.allocation is not None and result.allocation.log and not too_long:
         screen.line()
         screen.line("its log will say", "bold")
         for line in result.allocation.log:

@@ -46,9 +46,22 @@ def print_fit(screen: Screen, result: SizeResult) -> None:
         rows.append(((edge, "missing", format_bytes(-fit.headroom_bytes), missing),
                      Text("what lies behind the end of the memory", style="dim"), "bold red"))  # fmt: skip
     _list(screen, rows)
+    if len({rank.headroom_bytes for rank in fit.ranks}) > 1:
+        screen.line()
+        _ranks(screen, fit)
     screen.line()
     for name, value in _more(result, fit):
         screen.line(Text.assemble((name.ljust(18), "dim"), one_line(value)), indent=18)
+
+
+def _ranks(screen: Screen, fit: Fit) -> None:
+    """A row for every rank, where they differ."""
+    rows: list[Row] = [(("rank", "device", "weights", "KV cache", "headroom"), None, "dim")]
+    for rank in fit.ranks:
+        cells = (str(rank.rank), one_line(rank.device), format_bytes(rank.weights_bytes), format_bytes(rank.kv_bytes),
+                 signed_bytes(rank.headroom_bytes))  # fmt: skip
+        rows.append((cells, None, "red" if rank.headroom_bytes < 0 else ""))
+    screen.table("rlrrr", rows)
 
 
 def _parts(fit: Fit) -> list[tuple[str, int, str, str, str]]:
@@ -123,6 +136,10 @@ def _more(result: SizeResult, fit: Fit) -> list[tuple[str, str]]:
                 f"{format_bytes(fit.kv_budget_bytes)} on the rank that decides, {fit.capacity_tokens:,} tokens",
             )
         )
+    if result.allocation is not None and fit.fits:
+        rows += [
+            ("all is reserved", reason) for reason in result.allocation.reasons if "--kv-cache-memory-bytes" in reason
+        ]
     for index, words in enumerate(fit.advice):
         checkpoint = " (a checkpoint so quantised)" if "--weights-dtype" in words else ""
         rows.append(("it fits with" if not index else "or", words + checkpoint))

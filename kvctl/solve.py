@@ -22,6 +22,8 @@ _SMALLER_WEIGHTS = {"llama.cpp": ("q8_0", "q4_k_m"), "ollama": ("q4_k_m",), "tra
 """Formats of weights to try, where they are not fp8 and awq."""
 _LEAST_BITS = {"fp8": 8, "awq": 4, "nf4": 4, "q8_0": 8, "q4_k_m": 4}
 """Bits of a weight in those: what is more than the devices have even so need not be tried."""
+_REQUESTS = 256
+"""Requests at once on GPUs of less than 70 GiB; larger ones take 1,024."""
 _FEW_TOKENS, _FEW_REQUESTS = 2048, 64
 """A batch that takes less for activations and graphs."""
 
@@ -210,6 +212,8 @@ def _beside_weights(plan: SizePlan, fit: Fit) -> Iterator[tuple[str, SizePlan]]:
     elif name in _SHARES and serving.utilization is None:
         option, share = _SHARES[name]
         yield f"{option} {share:g}", plan.replace(serving=serving.replace(utilization=share))
+    if name == "vllm" and serving.max_sequences is None:
+        yield f"--max-num-seqs {_REQUESTS}", plan.replace(serving=serving.replace(max_sequences=_REQUESTS))
     if name == "vllm" and serving.max_batched is None and serving.max_sequences is None:
         small = serving.replace(max_batched=_FEW_TOKENS, max_sequences=_FEW_REQUESTS)
         yield f"--max-num-batched-tokens {_FEW_TOKENS} --max-num-seqs {_FEW_REQUESTS}", plan.replace(serving=small)

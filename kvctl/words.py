@@ -130,7 +130,14 @@ def verdict_words(result: SizeResult) -> str:
     """Fits or not, and by how much."""
     fit = result.fit
     assert fit is not None
-    rank = f" on each of {len(fit.ranks)} ranks" if len(fit.ranks) > 1 else ""
+    alike = len({rank.headroom_bytes for rank in fit.ranks}) == 1
+    rank = (
+        ""
+        if len(fit.ranks) == 1
+        else f" on each of {len(fit.ranks)} ranks"
+        if alike
+        else f" on rank {fit.bottleneck_rank}"
+    )
     about = "about " if fit.estimated else ""
     if fit.fits and result.model.source == "shape":
         return f"the cache alone fits: {format_bytes(fit.headroom_bytes)} left{rank}, and a shape has no weights"

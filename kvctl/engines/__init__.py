@@ -52,6 +52,8 @@ class Memory(Protocol):
     # Where an engine has more to say, its module has these too:
     # left(serving, version) -> str: why it leaves some of the memory alone;
     # default_context(device_bytes of every device, the model's maximum) -> int: the length it takes without being told;
+    # plan_refusal(allocation, spec, serving, *, device_bytes, gpu_name, version, context): why a plan that holds requests
+    # would not start all the same;
     # shortage(spec, serving, *, before, weights_bytes, device_bytes, version): what a share of the memory falls short of;
     # start_refusal(free_bytes, device_bytes, serving, version) -> str | None: why it would not begin to load;
     # places(spec, weights_bytes, free) -> tuple[Place, ...]: what lies on each of several devices;
