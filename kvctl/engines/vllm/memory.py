@@ -111,6 +111,9 @@ def _activations(
     peak, what = max(phases)
     # What nine tenths of the published starts are off by, rounded up (tests/test_vllm_memory.py).
     within = "1 GiB: an encoder of images" if shape.vision else "0.2 GiB" if minor < (0, 20) else "0.5 GiB"
+    if shape.recurrent and requests > 256:
+        # Refused starts of three Qwen3.5-like models with 1,024 requests (vllm-project/recipes#831) had that much less.
+        within = "8 GiB: recurrent layers with many requests take more"
     return Part("activations", peak + FIXED, True, f"the profile run's peak, {what}; within about {within}")
 
 
