@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvctl.hardware.device import GpuFacts
+from kvctl.units import MIB
 
 # Words that people add or leave out; what is left tells every card of the table apart.
 _MAKERS = re.compile("nvidia|geforce|tesla|amd|instinct|radeon|intel|habana|apple|rtx|generation|gpu|pergpu")
@@ -96,7 +97,7 @@ def facts_of(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
     found = find(nvml_name)
     if found is None:
         return None
-    return min(found.cards, key=lambda card: abs(card.device_mib * 2**20 - memory_bytes))
+    return min(found.cards, key=lambda card: abs(card.device_mib * MIB - memory_bytes))
 
 
 def nearest(name: str) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvctl.startlog.figures import GIB, MIB, Pool, count, number, sized
+from kvctl.startlog.figures import UNITS, Pool, count, number, sized
 from kvctl.startlog.lines import Line
 from kvctl.startlog.start import Reader, Start, rule
+from kvctl.units import MIB
 
 _SIZE = r"(\d[\d.]*)"
 _HALF = MIB * 0.005
@@ -124,14 +125,11 @@ def _command(start: Start, match: re.Match[str], line: Line) -> None:
 def _ollama(start: Start, match: re.Match[str], line: Line) -> None:
     # Sizes of Ollama's own engine: they are read, and not compared.
     name = {"model weights": "weights", "kv cache": "kv_cache", "compute graph": "compute_buffer"}[match[1]]
-    unit = {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[4]]
-    start.add(sized(name, match[3], unit, line.number, match[2][:40], 1))
+    start.add(sized(name, match[3], UNITS[match[4]], line.number, match[2][:40], 1))
 
 
 def _required(start: Start, match: re.Match[str], line: Line) -> None:
-    start.add(
-        sized("kv_estimate", match[1], {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[2]], line.number, "", 1)
-    )
+    start.add(sized("kv_estimate", match[1], UNITS[match[2]], line.number, "", 1))
 
 
 _N = r" += +(\S+)"

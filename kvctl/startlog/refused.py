@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from kvctl.errors import KvctlError
 from kvctl.size import SizePlan
 from kvctl.startlog.causes import first, variants
-from kvctl.startlog.figures import GIB, MIB
+from kvctl.startlog.figures import UNITS
 from kvctl.startlog.report import LogRow, Refused, refusal_words, row
 from kvctl.startlog.trial import Trial
-from kvctl.units import format_bytes
+from kvctl.units import GIB, format_bytes
 
 _SMALLER = {"vllm": "fp8", "sglang": "fp8_e4m3", "llama.cpp": "q8_0", "tensorrt-llm": "fp8"}
 _ALLOCATION = re.compile(
@@ -216,16 +216,15 @@ def _out_of_memory(trial: Trial) -> Why:
                 [],
             )
         return "a buffer could not be allocated", None, []
-    units = {"GiB": GIB, "MiB": MIB}
-    tried = float(match[1]) * units[match[2]]
+    tried = float(match[1]) * UNITS[match[2]]
     if match[4] is None:
         return f"{format_bytes(int(tried))} could not be allocated", None, []
-    total, free_bytes = float(match[4]) * GIB, float(match[5]) * units[match[6]]
+    total, free_bytes = float(match[4]) * GIB, float(match[5]) * UNITS[match[6]]
     why = (f"{format_bytes(int(tried))} were to be allocated on GPU {match[3]}, and {format_bytes(int(free_bytes))} of "
            f"{format_bytes(int(total))} were free")  # fmt: skip
     process = _PROCESS.search(log.refusal.text) if log.refusal is not None else None
     if process is not None:
-        others = total - free_bytes - float(process[1]) * units[process[2]]
+        others = total - free_bytes - float(process[1]) * UNITS[process[2]]
         if others > 0.5 * GIB:
             why += f"; other processes hold {format_bytes(int(others))}"
     return why, int(tried - free_bytes), []

@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 from kvctl.startlog import pairs
-from kvctl.startlog.figures import GIB, Pool, count, number, sized, whole
+from kvctl.startlog.figures import Pool, count, number, sized, whole
 from kvctl.startlog.lines import Line
 from kvctl.startlog.start import Reader, Start, rule
+from kvctl.units import GIB
 
 _SIZE = r"(-?\d[\d.]*)"
 _HALF = GIB * 0.005

@@ -11,9 +11,10 @@ import re
 from typing import Any
 
 from kvctl.startlog import pairs
-from kvctl.startlog.figures import GIB, Figure, sized, whole
+from kvctl.startlog.figures import Figure, sized, whole
 from kvctl.startlog.lines import Line
 from kvctl.startlog.start import Reader, Start, rule
+from kvctl.units import GIB
 
 _SIZE = r"(-?\d[\d.]*)"
 
@@ -157,8 +158,6 @@ RULES = (
     rule("Available KV cache memory", rf"Available KV cache memory: {_SIZE} GiB", _gib("kv_available")),
     rule("CUDA graph memory", rf"Estimated CUDA graph memory: {_SIZE} GiB total", _gib("graphs_estimated")),
     rule("Graph capturing finished", rf"Graph capturing finished in \d+ secs?, took {_SIZE} GiB", _gib("graphs")),
-    rule("CUDA graph pool memory", rf"CUDA graph pool memory: {_SIZE} GiB \(actual\), {_SIZE} GiB \(estimated\)",
-         _gib("graphs", "graphs_estimated")),
     rule("CUDA graph pool memory", rf"CUDA graph pool memory: {_SIZE} GiB \(actual\), {_SIZE} GiB \(estimated\)",
          _gib("graphs", "graphs_estimated")),
     rule("blocks:", r"# (?:GPU|\w+) blocks: (\d+), # CPU blocks: \d+", _blocks),

@@ -21,9 +21,8 @@ from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.spec import Empty, LatentAttention, ModelSpec, Shared
-from kvctl.units import format_bytes
+from kvctl.units import MIB, format_bytes
 
-MIB = 2**20
 MARGIN = 1024 * MIB
 """--fit-target: what --fit on leaves free on every device."""
 CONTEXT = 550 * MIB

@@ -22,9 +22,8 @@ from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.spec import LatentAttention, ModelSpec
-from kvctl.units import format_bytes
+from kvctl.units import GIB, MIB, format_bytes
 
-MIB = 2**20
 RESERVE = "activations and graphs"
 _IMAGES = 100 * MIB
 """Embeddings of images, SGLANG_VLM_CACHE_SIZE_MB, kept off the cache's budget from 0.5.18 on."""
@@ -130,7 +129,7 @@ def fraction(spec: ModelSpec, serving: Serving, device_bytes: int, release: tupl
         drafting=serving.speculative_algorithm, version=release,
     )  # fmt: skip
     share = start.fraction * for_images(vision, release)
-    why = f"the default for {device_bytes / 2**30:.0f} GiB with prefill chunks of {start.chunk:,} tokens"
+    why = f"the default for {device_bytes / GIB:.0f} GiB with prefill chunks of {start.chunk:,} tokens"
     return share, why + (", less for images" if vision is not None else "")
 
 

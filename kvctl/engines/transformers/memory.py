@@ -15,9 +15,8 @@ from kvctl.engines.runtime import runtime
 from kvctl.engines.widths import Widths, widths
 from kvctl.errors import UsageError
 from kvctl.spec import ModelSpec
-from kvctl.units import format_bytes
+from kvctl.units import MIB, format_bytes
 
-MIB = 2**20
 _CUBLAS = 32 * MIB
 """cuBLAS's workspace, which torch makes at the first product: 32 MiB on Hopper, 8 MiB before."""
 

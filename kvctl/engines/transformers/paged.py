@@ -19,9 +19,8 @@ from kvctl.engines.transformers.plan import split_heads
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 from kvctl.spec import Attention, Formats, FullAttention, ModelSpec, SlidingWindow
-from kvctl.units import plural
+from kvctl.units import GIB, MIB, plural
 
-MIB = 2**20
 _TRASH = 2
 """Sectors that are never given out."""
 
@@ -174,7 +173,7 @@ def _log(laid: _Layout, serving: Serving, batched: int, sectors: int) -> tuple[s
     )
     if serving.offload is not None and serving.offload // laid.sector:
         swap = serving.offload // laid.sector
-        lines.append(f"CPU swap pool initialized: {swap} sectors ({swap * laid.sector / 1024**3:.2f} GiB pinned)")
+        lines.append(f"CPU swap pool initialized: {swap} sectors ({swap * laid.sector / GIB:.2f} GiB pinned)")
     return tuple(lines)
 
 
