@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvctl.allocation import Allocation
 from kvctl.record import Record
+from kvctl.search import last
 from kvctl.size import SizePlan
 from kvctl.startlog.causes import first, variants
 from kvctl.startlog.figures import Figure
@@ -59,13 +60,13 @@ def capacity(trial: Trial, plan: SizePlan, meaning: str = "") -> Found | None:
         low = high = int(counted.value)
     wanted, concurrency = log.figure("capacity"), log.figure("concurrency")
     if wanted is not None:
-        first, last = low, high
-        while first < last:
-            middle = (first + last) // 2
-            found = at(middle)
+
+        def too_few(blocks: int) -> bool:
+            found = at(blocks)
             reached = _tokens(found, meaning) if found is not None else None
-            first, last = (middle + 1, last) if reached is not None and reached < wanted.value else (first, middle)
-        low = first
+            return reached is not None and reached < wanted.value
+
+        low = last(too_few, low - 1, high) + 1
     for blocks in range(low, min(low + _NEAR, high) + 1):
         found = at(blocks)
         if found is not None and _says(found, wanted, concurrency, meaning):
