@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
-from kvctl.engines.widths import Widths, widths
+from kvctl.engines.widths import UNGATED, Widths, widths
 from kvctl.errors import UsageError
 from kvctl.spec import ModelSpec
 from kvctl.units import MIB, format_bytes
@@ -20,26 +20,6 @@ from kvctl.units import MIB, format_bytes
 _CUBLAS = 32 * MIB
 """cuBLAS's workspace, which torch makes at the first product: 32 MiB on Hopper, 8 MiB before."""
 
-_PLAIN = frozenset(
-    [
-        "arcee",
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "opt",
-        "persimmon",
-        "phi",
-        "starcoder2",
-        "xglm",
-    ]
-)
-"""One product into the feed-forward part, an activation, one out of it."""
 _FUSED = frozenset(["chatglm", "dbrx", "glm", "glm4", "phi3"])
 """Both products into it are one tensor."""
 _CHAINED = frozenset(("gpt2", "gpt-sw3"))
@@ -130,7 +110,7 @@ def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager:
 
     The model holds its embeddings, the caller a layer's input, the layer its residual and the normed state.
     """
-    inner = 2 if model_type in _PLAIN else 4 if model_type in _FUSED else 4.5 if model_type in _CHAINED else 3
+    inner = 4.5 if model_type in _CHAINED else 4 if model_type in _FUSED else 2 if model_type in UNGATED else 3
     mlp = 4 * w.hidden + int(inner * w.feed)
     experts = 4 * w.hidden + w.used * max(w.hidden + 4 * w.expert, 4 * w.hidden) if w.expert else 0
     attention = 3 * w.hidden + 4 * w.queries
