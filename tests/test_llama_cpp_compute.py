@@ -38,7 +38,7 @@ def test_buffers_that_the_library_allocates(monkeypatch: pytest.MonkeyPatch) -> 
             serving = Serving(slots=slots, unified=False, flash_attention=bool(flash), ubatch=ubatch, device="cpu")
             if outputs is None:
                 # The library's own default is logits for every token of a batch, which the server no longer wants.
-                monkeypatch.setattr(memory, "outputs", lambda version, tokens, slots: (tokens, True))
+                monkeypatch.setattr(memory, "outputs", lambda version, tokens, slots: tokens)
             else:
                 monkeypatch.undo()
             (part,) = memory.overheads(
@@ -156,9 +156,8 @@ def test_what_stays_in_host_memory() -> None:
 def test_builds_before_fit_have_no_margin() -> None:
     assert memory.fit_margin("b7347") == 0
     assert memory.fit_margin(None) == 1024 * MIB
-    assert memory.outputs("b8390", 512, 4) == (512, True)
-    assert memory.outputs("b9000", 512, 4) == (512, False)
-    assert memory.outputs(None, 512, 4) == (4, True)
+    assert memory.outputs("b8390", 512, 4) == 512
+    assert memory.outputs(None, 512, 4) == 4
     with pytest.raises(UsageError, match="no build"):
         memory.fit_margin("latest")
 

@@ -17,7 +17,27 @@ FEED = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "i
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """What configurations call these."""
 UNGATED = frozenset(
-    ["arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "starcoder2", "whisper", "xglm"]
+    [
+        "arcee",
+        "biogpt",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "nemotron_h",
+        "opt",
+        "persimmon",
+        "phi",
+        "starcoder2",
+        "whisper",
+        "xglm",
+    ]
 )
 """Model types whose feed-forward parts have no gate: one product in, an activation, one product out."""
 _MOST_USED = 1024

@@ -14,19 +14,20 @@ from fractions import Fraction
 from itertools import accumulate
 
 from kvctl.allocation import Part, Serving
-from kvctl.engines.llama_cpp.builds import rules
+from kvctl.engines.llama_cpp.builds import NEWEST, rules
 from kvctl.engines.llama_cpp.compute import Batch, Shape, compute_buffer
-from kvctl.engines.llama_cpp.plan import Laid, layout, ubatch_of
+from kvctl.engines.llama_cpp.plan import Laid, cells_of, layout, ubatch_of
+from kvctl.engines.llama_cpp.storage import storage
 from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
+from kvctl.engines.runtime import runtime
 from kvctl.errors import UsageError
+from kvctl.formats import FP16, plain
 from kvctl.record import Record
-from kvctl.spec import Empty, LatentAttention, ModelSpec, Shared
+from kvctl.spec import Empty, Formats, LatentAttention, ModelSpec, Shared
 from kvctl.units import MIB, format_bytes
 
 MARGIN = 1024 * MIB
 """--fit-target: what --fit on leaves free on every device."""
-CONTEXT = 550 * MIB
-"""CUDA's context, kernels and cuBLAS: memory that llama.cpp's own breakdown calls unaccounted."""
 _COPIES = 4
 """Of a device's inputs, where several devices work on batches at a time (GGML_SCHED_MAX_COPIES)."""
 _AGES = ((9842, 3), (8095, 2), (6122, 1), (0, 0))
@@ -35,8 +36,8 @@ _LAST = (5640, 7698, 8390)
 """The last measured builds before these."""
 _FITS_SINCE = 7698
 """The first measured build with --fit."""
-_FEW_OUTPUTS_SINCE, _ALL_OUTPUTS_UNTIL = 9842, 8390
-"""Measured builds whose server has logits for its slots alone (pull request 23861), and for every token of a batch."""
+_FEW_OUTPUTS_SINCE = 9842
+"""The first measured build whose server has logits for its slots alone (pull request 23861), not for every token."""
 
 
 class Split(Record):
@@ -140,11 +141,7 @@ def overheads(
     compute = Part("compute buffer", size, estimated=gpu or not _exact(spec, version), rule=rule)
     if not gpu:
         return (compute,)
-    parts = [
-        Part("runtime", CONTEXT, estimated=True, rule=(
-            f"CUDA's context, kernels and cuBLAS take about {format_bytes(CONTEXT)}: taken from published logs")),
-        compute,
-    ]  # fmt: skip
+    parts = [runtime(1), compute]
     if margin := fit_margin(version):
         parts.append(Part("margin", margin, estimated=False, rule=(
             f"--fit on leaves {format_bytes(margin)} free (--fit-target), by a shorter context where none is named, "
@@ -201,35 +198,25 @@ def fit_margin(version: str | None) -> int:
 
 
 def _build(version: str | None) -> int:
-    from kvctl.engines.llama_cpp.builds import NEWEST
-
-    rules(version)
+    rules(version)  # refuses what is no build
     return NEWEST if version is None else int(version.removeprefix("b"))
 
 
-def outputs(version: str | None, tokens: int, slots: int) -> tuple[int, bool]:
-    """Tokens of a batch that get logits in llama-server, and whether that was read from a build near this one."""
-    build = _build(version)
-    if build >= _FEW_OUTPUTS_SINCE:
-        return min(tokens, slots), True
-    return tokens, build <= _ALL_OUTPUTS_UNTIL
+def outputs(version: str | None, tokens: int, slots: int) -> int:
+    """Tokens of a batch that get logits in llama-server."""
+    return min(tokens, slots) if _build(version) >= _FEW_OUTPUTS_SINCE else tokens
 
 
 def _batch(shape: Shape, laid: Laid, serving: Serving, version: str | None, *, gpu: bool, spec: ModelSpec) -> Batch:
     tokens = -(-ubatch_of(serving, laid) // laid.slots) * laid.slots
-    few, _ = outputs(version, tokens, laid.slots)
-    window = next((cells for cells in (_window_cells(spec, laid, serving),) if cells), laid.cells)
+    few = outputs(version, tokens, laid.slots)
+    window = _window_cells(spec, laid, serving) or laid.cells
     age = next(age for since, age in _AGES if _build(version) >= since)
     return Batch(tokens=tokens, outputs=few, cells=laid.cells, window_cells=window, flash=laid.flash, gpu=gpu, age=age)
 
 
 def _window_cells(spec: ModelSpec, laid: Laid, serving: Serving) -> int:
     """Cells of a stream of windows; 0 where there are none apart."""
-    from kvctl.engines.llama_cpp.plan import cells_of
-    from kvctl.engines.llama_cpp.storage import storage
-    from kvctl.formats import FP16, plain
-    from kvctl.spec import Formats
-
     fmt = Formats(FP16, plain(FP16), plain(FP16))
     stored = storage(spec, fmt, laid.rules, flash=laid.flash)
     return max((cells_of(cache, laid, stored, serving) for cache in stored.caches if cache.reach), default=0)

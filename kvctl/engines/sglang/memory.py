@@ -16,15 +16,14 @@ from typing import Any
 
 from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
-from kvctl.engines.sglang.budget import rules_for
-from kvctl.engines.sglang.fraction import NEWEST, default_start, for_images
+from kvctl.engines.sglang.budget import NEWEST, rules_for
+from kvctl.engines.sglang.fraction import default_start, for_images
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.spec import LatentAttention, ModelSpec
 from kvctl.units import GIB, MIB, format_bytes
 
-RESERVE = "activations and graphs"
 _IMAGES = 100 * MIB
 """Embeddings of images, SGLANG_VLM_CACHE_SIZE_MB, kept off the cache's budget from 0.5.18 on."""
 
@@ -44,7 +43,7 @@ def overheads(
     before = runtime(_ranks(serving))
     free = max(0, device_bytes - before.bytes)
     share, why = fraction(spec, serving, device_bytes, release)
-    reserve = Part(RESERVE, round(free * (1 - share)), estimated=False, rule=(
+    reserve = Part("activations and graphs", round(free * (1 - share)), estimated=False, rule=(
         f"SGLang keeps 1 − {share:.3f} of the {format_bytes(free)} that are free before the weights for activations and "
         f"CUDA graphs, whatever they take: {why}"))  # fmt: skip
     parts = [before, reserve]
