@@ -29,11 +29,6 @@ def default_context(device_bytes: Sequence[int], trained: int | None) -> int:
     return min(context, trained or context)
 
 
-def lower_context(context: int) -> int | None:
-    """The next num_ctx that Ollama tries by itself when a load runs out of memory; None: it gives up."""
-    return 32_768 if context > 32_768 else _SMALLEST if context > _SMALLEST else None
-
-
 def told(spec: ModelSpec, serving: Serving, context: int) -> tuple[Serving, int]:
     """How llama-server is started for num_ctx `context`: its options, and -c."""
     parallel = ollama.parallel_of(spec, serving, [])

@@ -92,19 +92,6 @@ def overheads(
     return tuple(parts)
 
 
-def layer_split(layers: int, devices: int) -> tuple[int, ...]:
-    """Layers by device with device_map="auto", estimated: accelerate fills devices evenly by bytes, the first ones fuller.
-
-    Raises:
-        UsageError: no devices.
-
-    """
-    if devices < 1:
-        raise UsageError("--gpu: layers need at least one device")
-    each, more = divmod(layers, devices)
-    return tuple(each + (index < more) for index in range(devices))
-
-
 def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager: bool = False) -> tuple[int, str]:
     """Bytes of live activations at their peak beside the cache, and what they are for each token.
 
