@@ -122,7 +122,7 @@ def overheads(
 ) -> tuple[Part, ...]:
     """What is neither weights nor cache on one GPU that runs `layers` of the model (all without it) and perhaps the head.
 
-    `context` is -c: the tokens of all slots together. Outputs and embeddings are in host memory: `host_parts`. The
+    `context` is -c: the tokens of all slots together. Outputs and embeddings lie in host memory. The
     compute buffer of known architectures is the CPU library's own to the byte; CUDA's fused kernels keep single tensors
     longer, which adds up to 3% in published logs.
     """
@@ -174,22 +174,6 @@ def _rule(spec: ModelSpec, shape: Shape, batch: Batch) -> str:
     if style_of(spec) is None:
         text += "; laid out as if the architecture were Llama's"
     return text
-
-
-def host_parts(spec: ModelSpec, serving: Serving, *, version: str | None, context: int) -> tuple[Part, ...]:
-    """What stays in host memory although all layers are offloaded."""
-    by, _ = rules(version)
-    laid = layout(by, spec, context, serving)
-    parts = []
-    if spec.vocab_size is not None:
-        size = laid.slots * spec.vocab_size * 4
-        parts.append(Part("output buffer", size, estimated=False, rule=(
-            f"logits of {laid.slots} slots over {spec.vocab_size:,} words in float32")))  # fmt: skip
-    kept = gpu_weights(spec)
-    if kept is not None and spec.weights is not None and spec.weights.bytes is not None and kept < spec.weights.bytes:
-        parts.append(Part("embeddings", spec.weights.bytes - kept, estimated=False, rule=(
-            "embeddings of tokens are looked up on the CPU")))  # fmt: skip
-    return tuple(parts)
 
 
 def fit_margin(version: str | None) -> int:
