@@ -15,7 +15,7 @@ from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
-    from kvctl.allocation import Allocation, Part, Serving
+    from kvctl.allocation import Allocation, Part, Place, Serving
     from kvctl.spec import Formats, ModelSpec
 
 
@@ -49,11 +49,21 @@ class Memory(Protocol):
     ) -> int:  # fmt: skip
         """Bytes that are left for the cache; less than nothing where weights alone do not fit."""
 
-    # Where an engine has more to say, its module has these too:
-    # left(serving, version) -> str: why it leaves some of the memory alone;
-    # start_refusal(free_bytes, device_bytes, serving, version) -> str | None: why it would not begin to load;
-    # places(spec, weights_bytes, free) -> tuple[Place, ...]: what lies on each of several devices;
-    # started(spec, serving, *, device_bytes, gpu_name, version, context) -> Serving: the options it chooses for a device.
+    def left(self, serving: Serving, version: str | None) -> str:
+        """Why it leaves some of the memory alone."""
+
+    def start_refusal(
+        self, free_bytes: int, device_bytes: int, serving: Serving, version: str | None
+    ) -> str | None:  # fmt: skip
+        """Why it would not begin to load; None where it would."""
+
+    def started(
+        self, spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None, version: str | None, context: int
+    ) -> Serving:  # fmt: skip
+        """The options, with those that it chooses for a device."""
+
+    def places(self, spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
+        """What lies on each of several devices; only of engines whose requests are slots, which divide layers."""
 
 
 class Engine(Record):

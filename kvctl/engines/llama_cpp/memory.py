@@ -13,18 +13,22 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from kvctl.allocation import Part, Serving
+from kvctl.allocation import Part, Place, Serving
 from kvctl.engines.llama_cpp.builds import NEWEST, rules
 from kvctl.engines.llama_cpp.compute import Batch, Shape, compute_buffer
 from kvctl.engines.llama_cpp.plan import Laid, cells_of, layout, ubatch_of
 from kvctl.engines.llama_cpp.storage import storage
 from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
 from kvctl.engines.runtime import runtime
+from kvctl.engines.usual import kv_budget, left, start_refusal, started
 from kvctl.errors import UsageError
 from kvctl.formats import FP16, plain
 from kvctl.record import Record
 from kvctl.spec import Empty, Formats, LatentAttention, ModelSpec, Shared
 from kvctl.units import MIB, format_bytes
+
+__all__ = ["fit_margin", "gpu_weights", "kv_budget", "layer_split", "left", "outputs", "overheads", "places", "start_refusal",
+           "started"]  # fmt: skip
 
 MARGIN = 1024 * MIB
 """--fit-target: what --fit on leaves free on every device."""
@@ -206,20 +210,6 @@ def _window_cells(spec: ModelSpec, laid: Laid, serving: Serving) -> int:
     return max((cells_of(cache, laid, stored, serving) for cache in stored.caches if cache.reach), default=0)
 
 
-def kv_budget(
-    *,
-    device_bytes: int,
-    free_bytes: int,
-    weights_bytes: int,
-    parts: Sequence[Part],
-    serving: Serving,
-    version: str | None,
-    spec: ModelSpec,
-) -> int:
-    """Bytes for the cache on one device; `weights_bytes` are those that lie there (`gpu_weights`)."""
-    return free_bytes - weights_bytes - sum(part.bytes for part in parts)
-
-
 def _tied(spec: ModelSpec) -> bool:
     from kvctl.families import text_fields
     from kvctl.families.fields import Fields
@@ -227,16 +217,6 @@ def _tied(spec: ModelSpec) -> bool:
 
     root = Fields(spec.config)
     return tied(root, text_fields(root))
-
-
-class Place(Record):
-    """What of the model lies on one device."""
-
-    weights: int
-    share: Fraction
-    """Of the cache: its part of the layers that have one."""
-    layers: int
-    head: bool
 
 
 def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:

@@ -18,11 +18,14 @@ from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang.budget import NEWEST, rules_for
 from kvctl.engines.sglang.fraction import default_start, for_images
+from kvctl.engines.usual import left, start_refusal, started
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.spec import LatentAttention, ModelSpec
 from kvctl.units import GIB, MIB, format_bytes
+
+__all__ = ["Shortage", "kv_budget", "left", "overheads", "shortage", "start_refusal", "started"]
 
 _IMAGES = 100 * MIB
 """Embeddings of images, SGLANG_VLM_CACHE_SIZE_MB, kept off the cache's budget from 0.5.18 on."""

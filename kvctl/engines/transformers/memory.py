@@ -12,10 +12,13 @@ from collections.abc import Sequence
 
 from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
+from kvctl.engines.usual import left, start_refusal, started
 from kvctl.engines.widths import UNGATED, Widths, widths
 from kvctl.errors import UsageError
-from kvctl.spec import ModelSpec
+from kvctl.spec import FullAttention, LatentAttention, ModelSpec
 from kvctl.units import MIB, format_bytes
+
+__all__ = ["kv_budget", "left", "overheads", "prefill", "start_refusal", "started"]
 
 _CUBLAS = 32 * MIB
 """cuBLAS's workspace, which torch makes at the first product: 32 MiB on Hopper, 8 MiB before."""
@@ -124,8 +127,6 @@ def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager:
 
 def _widest_layer(spec: ModelSpec, context: int, dtype_bytes: int) -> int:
     """Bytes of the largest cache that one layer appends to."""
-    from kvctl.spec import Attention, FullAttention, LatentAttention
-
     rows = [0]
     for layer, _ in spec.groups:
         for state in layer.states_in("transformers"):
@@ -133,8 +134,6 @@ def _widest_layer(spec: ModelSpec, context: int, dtype_bytes: int) -> int:
                 rows.append(max(state.kv_heads * state.key_dim, state.kv_heads * state.value_dim))
             elif isinstance(state, LatentAttention):
                 rows.append(state.latent)
-            elif isinstance(state, Attention):
-                continue
     # Keys are let go before values are written.
     return max(rows) * context * dtype_bytes
 
@@ -154,12 +153,12 @@ def kv_budget(
     Of the paged cache: what it divides between its batches and its pool (`kvctl.engines.transformers.paged`), which
     is 90% of what is free once the weights are there. All others grow until memory ends.
     """
-    left = free_bytes - weights_bytes - sum(part.bytes for part in parts)
+    rest = free_bytes - weights_bytes - sum(part.bytes for part in parts)
     if serving.cache_implementation != "paged":
-        return left
+        return rest
     share = serving.utilization
     if share is None:
         share = 0.6 if serving.device == "cpu" else 0.9
     if not 0 < share <= 1:
         raise UsageError(f"--cb-max-memory-percent {share:g} is out of range", hint="between 0 and 1")
-    return int(left * share)
+    return int(rest * share)
