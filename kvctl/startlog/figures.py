@@ -38,6 +38,10 @@ class Figure(Record):
     def high(self) -> float:
         return math.floor(self.value + self.half) if self.unit else self.value + self.half
 
+    def meets(self, low: float, high: float) -> bool:
+        """Whether the true value may lie from `low` to `high`."""
+        return low <= self.high and self.low <= high
+
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._fields}
 
