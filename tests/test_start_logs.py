@@ -211,7 +211,6 @@ def test_a_log_that_is_cut_off_is_read_so_far(tmp_path: Path) -> None:
         lambda text: "".join(f"Capturing CUDA graphs:  50%|\r{line}\n" for line in text.splitlines()),
         lambda text: "\ufeff".encode("utf-16-le") + text.encode("utf-16-le"),
         lambda text: "\ufeff".encode("utf-16-be") + text.encode("utf-16-be"),
-        lambda text: b"\xff\xfe\x00 is no text\n"[2:].replace(b"\x00", b"") + text.encode(),
         lambda text: text.encode() + b"\xc3\x28 no UTF-8 GiB\n" * 3,
     ],
 )  # fmt: skip
