@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from kvctl.record import Record
-from kvctl.units import GIB, KIB, MIB
+from kvctl.units import BINARY
 
-UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
+UNITS = {**dict(BINARY), "B": 1}
 _NAMES = {size: name for name, size in UNITS.items()}
 _MOST = 10**21
 """No count or size in a log is larger; what is, is damaged."""
