@@ -163,10 +163,7 @@ def _exact(spec: ModelSpec, version: str | None) -> bool:
 
 def _unlike(spec: ModelSpec) -> bool:
     """Whether a model's graph is known to be quite another one than those that are laid out here."""
-    states = [state for layer, _ in spec.groups for state in layer.states]
-    return spec.model_type.startswith("minimax") or any(
-        isinstance(state, (LatentAttention, Shared)) for state in states
-    )
+    return spec.model_type.startswith("minimax") or spec.keeps(LatentAttention, Shared)
 
 
 def _rule(spec: ModelSpec, shape: Shape, batch: Batch) -> str:

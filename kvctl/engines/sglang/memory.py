@@ -122,7 +122,7 @@ def fraction(spec: ModelSpec, serving: Serving, device_bytes: int, release: tupl
         return serving.utilization, "--mem-fraction-static"
     vision = _vision(spec)
     workers = (serving.data_parallel or 1) if serving.attention_dp else 1
-    latent = any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states)
+    latent = spec.keeps(LatentAttention)
     stages = serving.pipeline_parallel or 1
     captured = workers == 1 and vision is None and stages == 1 if release < (0, 5, 16) else stages == 1
     start = default_start(

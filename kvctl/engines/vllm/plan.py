@@ -123,7 +123,7 @@ def _check_split(spec: ModelSpec, serving: Serving, rules: Rules) -> None:
         raise UsageError(f"--decode-context-parallel-size {dealt} does not divide the {plural(ranks, 'rank')} of "
                          "--tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
     heads = [s.kv_heads for layer, _ in spec.groups for s in layer.states_in("vllm") if isinstance(s, Attention)]
-    latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
+    latent = spec.keeps(LatentAttention, engine="vllm")
     if dealt == 1 or not heads or latent:
         return
     most = max(heads)

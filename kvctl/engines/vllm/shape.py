@@ -63,7 +63,7 @@ def shape_of(spec: ModelSpec) -> Shape:
     f = text_fields(root)
     experts = first(f, EXPERTS)
     chosen = first(f, USED) if experts else 0
-    latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
+    latent = spec.keeps(LatentAttention, engine="vllm")
     heads = spec.attention_heads or 0
     return Shape(
         kind=f.type,
@@ -85,7 +85,7 @@ def shape_of(spec: ModelSpec) -> Shape:
         ),
         latent_heads=heads if latent else 0,
         latent_width=first(f, ("qk_nope_head_dim",)) + first(f, ("v_head_dim",)) if latent else 0,
-        recurrent=any(isinstance(s, RecurrentState | ConvState) for layer, _ in spec.groups for s in layer.states),
+        recurrent=spec.keeps(RecurrentState, ConvState),
         quantized=bool(root.raw.get("quantization_config") or f.raw.get("quantization_config")),
         packed_experts=f.type == "gpt_oss",
         vision=_vision(root) if spec.takes_media and (root.type != f.type or "vision_config" in root.raw) else None,

@@ -138,9 +138,7 @@ def _batch(
 ) -> tuple[int, int]:  # fmt: skip
     """Tokens and requests of a batch."""
     if first:
-        latent = spec is not None and any(
-            isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states
-        )
+        latent = spec is not None and spec.keeps(LatentAttention)
         cut = context > _LONG and not latent if chunked is None else chunked
         return 2048 if cut else max(context, 2048), 256
     batched, sequences = _by_memory(changes, device_bytes, name)
