@@ -85,6 +85,8 @@ class Engine(Record):
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
+    smaller_cache: str = ""
+    """A cache format of about half the size, in its own word; empty where it has none."""
     splits: bool = False
     """Whether it cuts every layer over ranks, or gives stages of layers to them."""
     slots: str = ""
@@ -134,6 +136,7 @@ IDEAL = Engine(
     beams_share_cross=True,
     quantizes=True,
     summary="what the architecture needs, without any engine's rounding",
+    smaller_cache="fp8",
 )
 
 # Source: transformers 5.24 cache_utils.py. DynamicSlidingWindowLayer keeps window - 1
@@ -161,6 +164,7 @@ VLLM = Engine(
     splits=True,
     auto_fp32=False,
     follows_checkpoint=True,
+    smaller_cache="fp8",
 )
 
 LLAMA_CPP = Engine(
@@ -173,6 +177,7 @@ LLAMA_CPP = Engine(
     module=".llama_cpp",
     slots="shared",
     cache_format=plain(FP16).replace(name="f16"),
+    smaller_cache="q8_0",
 )
 
 TENSORRT_LLM = Engine(
@@ -185,6 +190,7 @@ TENSORRT_LLM = Engine(
     module=".tensorrt_llm",
     splits=True,
     follows_checkpoint=True,
+    smaller_cache="fp8",
 )
 
 OLLAMA = LLAMA_CPP.replace(
@@ -205,6 +211,7 @@ SGLANG = Engine(
     module=".sglang",
     splits=True,
     auto_fp32=False,
+    smaller_cache="fp8_e4m3",
 )
 
 ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, OLLAMA)

@@ -14,7 +14,6 @@ from kvctl.startlog.report import LogRow, Refused, refusal_words, row
 from kvctl.startlog.trial import Trial
 from kvctl.units import GIB, format_bytes
 
-_SMALLER = {"vllm": "fp8", "sglang": "fp8_e4m3", "llama.cpp": "q8_0", "tensorrt-llm": "fp8"}
 _ALLOCATION = re.compile(
     r"Tried to allocate (\d[\d.]*) (GiB|MiB)\.(?: GPU (\d+) has a total capacity of (\d[\d.]*) GiB of which (\d[\d.]*) (GiB|MiB) is free)?"
 )
@@ -118,8 +117,8 @@ def _too_long(trial: Trial) -> Why:
 def _smaller(trial: Trial) -> list[str]:
     """A smaller format of the cache, where one request then fits."""
     plan, budget = trial.plan, trial.log.kv_budget
-    name = _SMALLER.get(plan.engine.name)
-    if budget is None or name is None or plan.key is not None:
+    name = plan.engine.smaller_cache
+    if budget is None or not name or plan.key is not None:
         return []
     try:
         kind = plan.engine.kv_dtype(name, "--kv-cache-dtype")
