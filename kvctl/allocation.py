@@ -154,6 +154,15 @@ class Place(Record):
     head: bool
 
 
+class Shortage(Record):
+    """What runs short where an engine takes a share of the memory: too small and too large a share are opposite mistakes."""
+
+    when: str
+    """start: no cache is left beside the weights; run: a step's activations have no room."""
+    message: str
+    hint: str
+
+
 class _Row(Record):
     """A record whose JSON is its fields."""
 

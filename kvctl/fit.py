@@ -65,7 +65,7 @@ def room_for(
     elif (info is None or info.bytes is None) and serving.kv_budget is not None:
         weights = (0,)  # the cache's own questions have an answer
         guesses.append("weights: not known, nothing is counted for them")
-    elif info is None or info.bytes is None:
+    elif info is None or info.bytes is None:  # nothing is assumed beside a budget
         raise ConfigError(f"{spec.id}: how much its weights take is not known",
                           hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone")  # fmt: skip
     elif info.per_rank is not None and engine.splits:
@@ -84,6 +84,8 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    if info is not None and info.source.startswith("estimated: ") and spec.provenance.source != "shape":
+        guesses.append("weights: " + info.source.removeprefix("estimated: "))
     return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
 
 
@@ -270,6 +272,8 @@ class Room:
                 return refusal
         if rank.weights >= free:
             return f"weights of {format_bytes(rank.weights)} are more than the {format_bytes(free)} of {where}"
+        if budget <= 0 and (short := self.shortage(rank)) is not None and short.when == "start":
+            return f"{short.message}; {short.hint}"
         if budget <= 0:
             return (f"weights of {format_bytes(rank.weights)} and {format_bytes(rank.taken - rank.weights)} beside them "
                     f"leave no memory for the cache on {where}")  # fmt: skip
@@ -278,6 +282,16 @@ class Room:
             return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
                     f"{format_bytes(free)} of {where}")  # fmt: skip
         return ""
+
+    def shortage(self, rank: Rank) -> Any:
+        """What an engine that is told a share of the memory will run short of, and when; None where it is nothing."""
+        says, device = getattr(self.engine.memory, "shortage", None), rank.device
+        if says is None or self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
+            return None
+        free = device.cuda_bytes if device.free_bytes is None else device.free_bytes
+        before = free - sum(part.bytes for part in rank.parts if part.name == "runtime")
+        return says(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
+                    device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
 
     def left_words(self, device: Device) -> str:
         """Why the engine leaves memory alone."""
@@ -384,6 +398,8 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))
     overhead = sum(part.bytes for part in parts)
+    short = room.shortage(rank)
+    notes = room.laid.notes + ((f"{short.message}: {short.hint}",) if short is not None and short.when == "run" else ())
     longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
     return Fit(
         fits=load.fits,
@@ -406,7 +422,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
                     one.taken - one.weights, one.budget - load.kv[index])
             for index, one in enumerate(load.ranks)
         ),
-        notes=room.laid.notes,
+        notes=notes,
     ), load.allocation  # fmt: skip
 
 

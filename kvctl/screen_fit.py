@@ -48,7 +48,7 @@ def print_fit(screen: Screen, result: SizeResult) -> None:
 def _parts(fit: Fit) -> list[tuple[str, int, str, str, str]]:
     """Name, bytes, style, mark and words of every part of the device."""
     weights = next((words for words in fit.estimated if words.startswith("weights: ")), "")
-    rows = [("weights", fit.weights_bytes, f"estimated {weights.partition(': ')[2]}" if weights else ""),
+    rows = [("weights", fit.weights_bytes, f"estimated: {weights.partition(': ')[2]}" if weights else ""),
             ("KV cache", fit.kv_bytes, "of this workload")]  # fmt: skip
     rows += [(part.name, part.bytes, ("estimated: " if part.estimated else "") + part.rule) for part in fit.parts]
     rows.append(

@@ -98,6 +98,8 @@ class Question(Record):
 
 def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     """What of an answer does not depend on the context."""
+    if plan.hardware is not None:
+        spec = _completed(spec)
     warnings = list(plan.notes)
     by_request = plan.engine.by_request(plan.serving)
     if by_request and plan.beams > 1:
@@ -151,6 +153,20 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     else:
         weights = _weights(spec, plan, dtype, late)
     return Question(spec, plan, dtype, fmt, weights, room, tuple(warnings), tuple(late))
+
+
+def _completed(spec: ModelSpec) -> ModelSpec:
+    """The model with a width that its configuration lacks, where the published number of parameters tells it."""
+    if spec.whole or spec.weights is None or spec.weights.parameters is None:
+        return spec
+    from kvctl.parameters import infer
+
+    found = infer.completed(spec.config, spec.weights.parameters)
+    if found is None:
+        return spec
+    config, what = found
+    note = f"{what} follows from the published {spec.weights.parameters:,} parameters"
+    return spec.replace(config=config, notes=(*spec.notes, note))
 
 
 def answers(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
@@ -262,7 +278,8 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
     if plan.serving.speculative is not None:
         warnings.append("weights on each rank are without those that draft")
     on_hardware = plan.hardware is not None and plan.engine.splits
-    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware)
+    assume = plan.hardware is not None and plan.serving.kv_budget is None and spec.provenance.source != "shape"
+    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware, assume=assume)
 
 
 def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:

@@ -31,6 +31,11 @@ class NoAnswer(KvctlError):
 
 def answers_on(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
     """A result for every context, or for the one that is solved for; with advice where the longest does not fit."""
+    default = getattr(plan.engine.memory, "default_context", None)
+    if plan.hardware is not None and plan.contexts is None and default is not None:
+        length = default([device.cuda_bytes for device in plan.hardware.devices], spec.max_context)
+        note = f"{plan.engine.name} takes {length:,} tokens on so much memory without being told; --ctx names others"
+        plan = plan.replace(contexts=(length,), notes=(*plan.notes, note))
     if plan.hardware is not None and plan.hardware.solve is not None:
         plan = solve(spec, plan, plan.hardware.solve)
     results = answers(spec, plan)

@@ -15,7 +15,7 @@ from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
-    from kvctl.allocation import Allocation, Part, Place, Serving
+    from kvctl.allocation import Allocation, Part, Place, Serving, Shortage
     from kvctl.spec import Formats, ModelSpec
 
 
@@ -64,6 +64,14 @@ class Memory(Protocol):
 
     def places(self, spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
         """What lies on each of several devices; only of engines whose requests are slots, which divide layers."""
+
+    def shortage(
+        self, spec: ModelSpec, serving: Serving, *, before: int, weights_bytes: int, device_bytes: int, version: str | None
+    ) -> Shortage | None:  # fmt: skip
+        """What a share of the memory that it is told falls short of, with `before` bytes free before the weights."""
+
+    # Where it takes a length by the memory, its module has this too:
+    # default_context(device_bytes of every device, the model's maximum) -> int: the length it takes without being told.
 
 
 class Engine(Record):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvctl.allocation import Part, Serving
 from kvctl.engines import ollama
 from kvctl.engines.llama_cpp import memory as server
-from kvctl.engines.usual import kv_budget, left, start_refusal, started
+from kvctl.engines.usual import kv_budget, left, shortage, start_refusal, started
 from kvctl.spec import ModelSpec
 from kvctl.units import GIB, MIB
 
@@ -23,6 +23,7 @@ __all__ = [
     "left",
     "overheads",
     "places",
+    "shortage",
     "start_refusal",
     "started",
     "told",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvctl.allocation import Part, Serving
+from kvctl.allocation import Part, Serving, Shortage
 from kvctl.spec import ModelSpec
 
 
@@ -37,3 +37,10 @@ def started(
 ) -> Serving:
     """The plan's rules choose the same on every device."""
     return serving
+
+
+def shortage(
+    spec: ModelSpec, serving: Serving, *, before: int, weights_bytes: int, device_bytes: int, version: str | None
+) -> Shortage | None:
+    """No share is kept for what the engine does not measure."""
+    return None

@@ -20,14 +20,14 @@ from kvctl.engines.llama_cpp.plan import Laid, cells_of, layout, ubatch_of
 from kvctl.engines.llama_cpp.storage import storage
 from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
 from kvctl.engines.runtime import runtime
-from kvctl.engines.usual import kv_budget, left, start_refusal, started
+from kvctl.engines.usual import kv_budget, left, shortage, start_refusal, started
 from kvctl.errors import UsageError
 from kvctl.formats import FP16, plain
 from kvctl.record import Record
 from kvctl.spec import Empty, Formats, LatentAttention, ModelSpec, Shared
 from kvctl.units import MIB, format_bytes
 
-__all__ = ["fit_margin", "gpu_weights", "kv_budget", "layer_split", "left", "outputs", "overheads", "places", "start_refusal",
+__all__ = ["fit_margin", "gpu_weights", "kv_budget", "layer_split", "left", "outputs", "overheads", "places", "shortage", "start_refusal",
            "started"]  # fmt: skip
 
 MARGIN = 1024 * MIB

@@ -14,18 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvctl.allocation import Part, Serving
+from kvctl.allocation import Part, Serving, Shortage
 from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang.budget import NEWEST, rules_for
 from kvctl.engines.sglang.fraction import default_start, for_images
 from kvctl.engines.usual import left, start_refusal, started
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
-from kvctl.record import Record
 from kvctl.spec import LatentAttention, ModelSpec
 from kvctl.units import GIB, MIB, format_bytes
 
-__all__ = ["Shortage", "kv_budget", "left", "overheads", "shortage", "start_refusal", "started"]
+__all__ = ["kv_budget", "left", "overheads", "shortage", "start_refusal", "started"]
 
 _IMAGES = 100 * MIB
 """Embeddings of images, SGLANG_VLM_CACHE_SIZE_MB, kept off the cache's budget from 0.5.18 on."""
@@ -74,15 +73,6 @@ def kv_budget(
     share, _ = fraction(spec, serving, device_bytes, _release(version))
     images = sum(part.bytes for part in parts if part.name == "image embeddings")
     return before - weights_bytes - round(before * (1 - share)) - images
-
-
-class Shortage(Record):
-    """Which of SGLang's two ways to run out of memory it is; they ask for opposite changes of the fraction."""
-
-    when: str
-    """start: no cache is left beside the weights; run: a step's activations have no room."""
-    message: str
-    hint: str
 
 
 def shortage(
