@@ -98,6 +98,10 @@ class Serving(Record):
     async_batching: bool | None = None
     batch: int | None = None
     """Tokens of a logical batch; `ubatch` are those of a physical one."""
+    gpu_layers: int | None = None
+    """Layers that are offloaded to GPUs; None is all."""
+    cpu_offload: int | None = None
+    """Bytes of each rank's weights that stay in host memory."""
     kv_on_host: bool = False
     """Whether the cache stays in the host's memory."""
     slot_limit: int | None = None

@@ -74,9 +74,9 @@ def room_for(
             guesses.append("weights: cut over ranks as vLLM cuts them")
     elif engine.slots:
         free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
-        places = engine.memory.places(spec, info.bytes, free)  # type: ignore[union-attr]
+        places = engine.memory.places(spec, info.bytes, free, laid.serving.gpu_layers)  # type: ignore[union-attr]
         weights = tuple(place.weights for place in places)
-        if count > 1:
+        if count > 1 or laid.serving.gpu_layers is not None:
             shares = tuple(place.share for place in places)
             more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
             guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
@@ -84,6 +84,8 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    if laid.serving.cpu_offload is not None:
+        weights = tuple(max(0, size - laid.serving.cpu_offload) for size in weights)
     if info is not None and info.source.startswith("estimated: ") and spec.provenance.source != "shape":
         guesses.append("weights: " + info.source.removeprefix("estimated: "))
     return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
@@ -223,6 +225,9 @@ class Room:
         else:
             kv = (need,) * len(ranks)
         short = _shortage(budget, need, each, allocation, context)
+        if allocation is not None and allocation.held is not None and not short:
+            # What pools have for padding beside their budget is none of the workload's.
+            kv = tuple(min(size, max(rank.budget, 0)) for size, rank in zip(kv, ranks, strict=True))
         why = self._refusal(ranks, budget, poorest, allocation) or short
         told_budget = self.laid.serving.kv_budget is not None
         return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))
@@ -292,6 +297,12 @@ class Room:
         before = free - sum(part.bytes for part in rank.parts if part.name == "runtime")
         return says(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
                     device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
+
+    def plain_warnings(self, context: int, sequences: int, serving: Serving) -> tuple[str, ...]:
+        """What an engine's plan warns of without a budget."""
+        started = self._started(context)
+        _, allocation = self.held(context, sequences, serving.replace(max_batched=started.max_batched))
+        return allocation.warnings if allocation is not None else ()
 
     def left_words(self, device: Device) -> str:
         """Why the engine leaves memory alone."""
@@ -419,7 +430,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         parts=tuple(parts),
         ranks=tuple(
             RankFit(index, one.device.name, one.device.cuda_bytes, one.weights, load.kv[index],
-                    one.taken - one.weights, one.budget - load.kv[index])
+                    one.device.cuda_bytes - one.weights - one.budget, one.budget - load.kv[index])
             for index, one in enumerate(load.ranks)
         ),
         notes=notes,

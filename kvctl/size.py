@@ -201,7 +201,12 @@ def answer(asked: Question, context: int) -> SizeResult:
         if plan.serving.utilization is not None and allocation.kv_budget_bytes is None and asked.room is None:
             warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
-        warnings += allocation.warnings
+        if asked.room is not None and plan.serving.kv_budget is None:
+            # What a budget is short of is the fit's to say.
+            untold = plan.serving.replace(encoder=work.encoder, utilization=None)
+            warnings += asked.room.plain_warnings(work.context, plan.sequences, untold)
+        else:
+            warnings += allocation.warnings
     warnings += asked.late_warnings
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
@@ -275,11 +280,27 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
         return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
     from kvctl import weigh
 
+    _check_weights_dtype(plan)
     if plan.serving.speculative is not None:
         warnings.append("weights on each rank are without those that draft")
     on_hardware = plan.hardware is not None and plan.engine.splits
     assume = plan.hardware is not None and plan.serving.kv_budget is None and spec.provenance.source != "shape"
     return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware, assume=assume)
+
+
+def _check_weights_dtype(plan: SizePlan) -> None:
+    """Refuses formats of weights that the engine does not load."""
+    from kvctl.weight_formats import GGUF_BITS, weight_format
+
+    name, engine = plan.weights_dtype, plan.engine
+    if name is None or (name.lower() in GGUF_BITS and (engine.slots or not engine.plans)):
+        return
+    if engine.slots and weight_format(name).pack is not None:
+        raise UsageError(f"--weights-dtype {name}: {engine.name} loads GGUF files",
+                         hint="one of " + ", ".join(GGUF_BITS) + ", fp16, bf16")  # fmt: skip
+    if name.lower() in GGUF_BITS:
+        raise UsageError(f"--weights-dtype {name}: a format of GGUF files, which {engine.name} does not keep",
+                         hint="--engine llama.cpp or ollama")  # fmt: skip
 
 
 def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:

@@ -19,6 +19,8 @@ _SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt
 
 _SHARES = {"vllm": ("--gpu-memory-utilization", 0.95), "sglang": ("--mem-fraction-static", 0.88)}
 """More of the memory than engines take without being told; what is left is tight for what they do not count."""
+_SMALLER_WEIGHTS = {"llama.cpp": ("q8_0", "q4_k_m"), "ollama": ("q4_k_m",), "transformers": ("nf4",)}
+"""Formats of weights to try, where they are not fp8 and awq."""
 _FEW_TOKENS, _FEW_REQUESTS = 2048, 64
 """A batch that takes less for activations and graphs."""
 
@@ -54,7 +56,11 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
 
     """
     if what == "ctx":
+        if plan.contexts is not None and not plan.own_maximum:
+            raise UsageError("--solve ctx finds the length", hint="leave --ctx out, or --solve concurrency")
         return _longest(spec, plan)
+    if what == "concurrency" and plan.sequences > 1:
+        raise UsageError("--solve concurrency finds the number of requests", hint="leave --sequences out")
     if plan.contexts is not None and len(plan.contexts) > 1:
         raise UsageError(f"--solve {what} is for one context", hint="--ctx 32k")
     context = plan.contexts[0] if plan.contexts is not None else contexts_for(spec, plan)[-1]
@@ -66,10 +72,14 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
             raise NoAnswer(
                 f"not one request of {context:,} tokens fits: {_why(result)}", hint=_hint(spec, plan, result)
             )
+        most = result.fit.max_concurrency
         if plan.engine.slots:
-            raise UsageError(f"{plan.engine.name} holds {plural(result.fit.max_concurrency, 'request')} of {context:,} "
-                             "tokens", hint=f"--parallel {result.fit.max_concurrency} counts so many slots")  # fmt: skip
-        return _on_device(spec, plan.replace(sequences=result.fit.max_concurrency), context)
+            # Requests are slots: all of them share --ctx (llama.cpp), or have it each (Ollama).
+            whole = context * most if plan.engine.slots == "shared" else context
+            slots = plan.serving.replace(slots=most * (plan.serving.slots or 1))
+            note = f"{plural(most, 'slot')} of {context:,} tokens: --ctx {whole} --parallel {slots.slots}"
+            return plan.replace(serving=slots, contexts=(whole,), notes=(*plan.notes, note))
+        return _on_device(spec, plan.replace(sequences=most), context)
     return _fewest(spec, plan, context, what)
 
 
@@ -104,7 +114,9 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
     if what == "tp" and not plan.engine.splits:
         raise UsageError(f"{plan.engine.name} has no tensor parallelism", hint="--engine vllm, or --solve gpus")
     last: KvctlError | SizeResult | None = None
-    for count in range(1, _MOST_GPUS + 1):
+    assert plan.hardware is not None
+    most = len(plan.hardware.devices) if len(plan.hardware.devices) > 1 else _MOST_GPUS
+    for count in range(1, most + 1):
         tried = _on(plan, count, tensor=what == "tp")
         if tried is None:
             continue
@@ -117,7 +129,7 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
             return tried
         last = result
     why = _why(last) if isinstance(last, SizeResult) else last.message if last else "no number was tried"
-    raise NoAnswer(f"no number of GPUs up to {_MOST_GPUS} fits: {why}", hint="a shorter --ctx, a smaller --kv-dtype or --weights-dtype")  # fmt: skip
+    raise NoAnswer(f"no number of GPUs up to {most} fits: {why}", hint="a shorter --ctx, a smaller --kv-dtype or --weights-dtype")  # fmt: skip
 
 
 def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
@@ -179,19 +191,27 @@ def _changes(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
     if plan.engine.name == "vllm" and plan.serving.max_batched is None and plan.serving.max_sequences is None:
         small = plan.serving.replace(max_batched=_FEW_TOKENS, max_sequences=_FEW_REQUESTS)
         yield f"--max-num-batched-tokens {_FEW_TOKENS} --max-num-seqs {_FEW_REQUESTS}", plan.replace(serving=small)
-    if plan.weights_dtype is None and plan.engine.splits:
-        for name in ("fp8", "awq"):
-            weights = plan.replace(weights_dtype=name)
-            yield f"--weights-dtype {name}", weights
+    smaller_weights = _SMALLER_WEIGHTS.get(plan.engine.name, ("fp8", "awq")) if plan.weights_dtype is None else ()
+    for name in smaller_weights:
+        weights = plan.replace(weights_dtype=name)
+        yield f"--weights-dtype {name}", weights
     if cache is not None and weights is not None:
-        yield f"--kv-dtype {smaller} --weights-dtype awq", cache.replace(weights_dtype="awq")
+        yield f"--kv-dtype {smaller} --weights-dtype {name}", cache.replace(weights_dtype=name)
     hardware, serving = plan.hardware, plan.serving
+    idle = hardware is not None and len(hardware.devices) > (serving.tensor_parallel or 1) * (
+        serving.pipeline_parallel or 1
+    )
+    if plan.engine.splits and idle and serving.tensor_parallel is not None:
+        ranks = len(hardware.devices) // (serving.pipeline_parallel or 1)  # type: ignore[union-attr]
+        yield f"--tensor-parallel-size {ranks}", plan.replace(serving=serving.replace(tensor_parallel=ranks))
+    if hardware is not None and (hardware.devices[0].kind == "cpu" or hardware.devices[0].unified):
+        return  # one memory: there is no second of it to plug in
     if hardware is None or serving.tensor_parallel is not None or not hardware.name:
         return
     count = len(hardware.devices)
     for more in (2, 4, 8, 16):
         if more > count and (tried := _on(plan, more)) is not None:
-            yield f"--gpu {more}x{hardware.name}", tried
+            yield f"--gpu {more}x{hardware.name.strip().replace(' ', '-')}", tried
 
 
 def _why(result: SizeResult) -> str:

@@ -9,6 +9,7 @@ from kvctl.formats import DType
 from kvctl.reports import WeightsInfo
 from kvctl.spec import ModelSpec
 from kvctl.tensors import Tensor, without_drafts
+from kvctl.weight_formats import GGUF_BITS
 
 if TYPE_CHECKING:
     from kvctl.weights import Split
@@ -48,6 +49,8 @@ def weigh(
     ranks = Split(*split)
     info: WeightsInfo | None
     tensors: tuple[Tensor, ...] | None
+    if what_if is not None and what_if.lower() in GGUF_BITS:
+        return _in_gguf(spec, dtype, what_if.lower())
     if what_if is not None:
         info, tensors = _in_format(spec, dtype, what_if, warnings)
     else:
@@ -86,6 +89,17 @@ def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) ->
         f"{fmt.name}: {fmt.title}",
     )
     return info, tensors
+
+
+def _in_gguf(spec: ModelSpec, dtype: DType, name: str) -> WeightsInfo:
+    count = spec.weights.parameters if spec.weights is not None else None
+    if count is None:
+        from kvctl.parameters import parameters
+
+        count = sum(t.elements * t.count for t in parameters(spec.config, _HEADER_NAMES[dtype.name], whole=spec.whole))
+    bits = GGUF_BITS[name]
+    source = f"estimated: {count:,} parameters of {bits:.2f} bits, as Llama-3.1-8B has them in {name.upper()}"
+    return WeightsInfo(round(count * bits / 8), count, source, name, f"{name}: {bits:.2f} bits a parameter")
 
 
 def _as_they_are(

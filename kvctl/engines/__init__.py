@@ -62,7 +62,9 @@ class Memory(Protocol):
     ) -> Serving:  # fmt: skip
         """The options, with those that it chooses for a device."""
 
-    def places(self, spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
+    def places(
+        self, spec: ModelSpec, weights_bytes: int, free: Sequence[int], gpu_layers: int | None = None
+    ) -> tuple[Place, ...]:  # fmt: skip
         """What lies on each of several devices; only of engines whose requests are slots, which divide layers."""
 
     def shortage(

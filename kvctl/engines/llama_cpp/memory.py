@@ -216,9 +216,12 @@ def _tied(spec: ModelSpec) -> bool:
     return tied(root, text_fields(root))
 
 
-def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
-    """What lies on each of several devices with all layers offloaded; layers count alike, as llama.cpp counts them."""
-    split = layer_split(len(spec.layers), free)
+def places(
+    spec: ModelSpec, weights_bytes: int, free: Sequence[int], gpu_layers: int | None = None
+) -> tuple[Place, ...]:
+    """What lies on each device with `gpu_layers` (-ngl; None is all) offloaded; layers count alike, as llama.cpp counts
+    them."""
+    split = layer_split(len(spec.layers), free, gpu_layers=gpu_layers)
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
     words = (spec.vocab_size or 0) * (spec.hidden_size or 0)
