@@ -1,6 +1,7 @@
 """Engines: how an implementation stores what the architecture needs.
 
-Adding one: a row in `ENGINES`, and a module here for one that plans its memory ahead.
+Adding one: a row in `ENGINES`; for one that plans its memory ahead a module here, and beside that one, `memory`, for
+what it takes of a device.
 First is the default.
 """
 
