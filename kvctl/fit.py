@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvctl.allocation import Allocation, Part, Serving
+from kvctl.allocation import Allocation, Part, Serving, Shortage
 from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.ranks import Hardware, Layout, layout
 from kvctl.record import Record
@@ -241,14 +241,13 @@ class Room:
 
     def _started(self, context: int) -> Serving:
         """The engine's options, with what it chooses for the first device."""
-        choose, device = getattr(self.engine.memory, "started", None), self.laid.devices[0]
-        if choose is None or self.laid.serving.device == "cpu":
+        memory, device = self.engine.memory, self.laid.devices[0]
+        if memory is None or self.laid.serving.device == "cpu":
             return self.laid.serving
-        started: Serving = choose(
+        return memory.started(
             self.spec, self.laid.serving, device_bytes=device.cuda_bytes, gpu_name=device.name,
             version=self.engine.version, context=context,
         )  # fmt: skip
-        return started
 
     def _budget(self, ranks: tuple[Rank, ...], context: int, sequences: int) -> tuple[int, int]:
         """The memory for the cache that all ranks together allow, and the rank that allows least."""
@@ -278,8 +277,8 @@ class Room:
         rank = ranks[poorest]
         free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
         where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
-        if rank.device.free_bytes is not None and (says := getattr(self.engine.memory, "start_refusal", None)):
-            refusal: str | None = says(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
+        if rank.device.free_bytes is not None and (memory := self.engine.memory) is not None:
+            refusal = memory.start_refusal(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
             if refusal:
                 return refusal
         if rank.weights >= free:
@@ -297,24 +296,24 @@ class Room:
 
     def _plan_refusal(self, allocation: Allocation | None, rank: Rank, context: int) -> str:
         """Why an engine whose cache would do refuses to start; empty where it starts."""
-        says = getattr(self.engine.memory, "plan_refusal", None)
-        if says is None or allocation is None or self.laid.serving.device == "cpu":
+        memory = self.engine.memory
+        if memory is None or allocation is None or self.laid.serving.device == "cpu":
             return ""
-        found: str | None = says(
+        found = memory.plan_refusal(
             allocation, self.spec, self.laid.serving, device_bytes=rank.device.cuda_bytes, gpu_name=rank.device.name,
             version=self.engine.version, context=context,
         )  # fmt: skip
         return found or ""
 
-    def shortage(self, rank: Rank) -> Any:
+    def shortage(self, rank: Rank) -> Shortage | None:
         """What an engine that is told a share of the memory will run short of, and when; None where it is nothing."""
-        says, device = getattr(self.engine.memory, "shortage", None), rank.device
-        if says is None or self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
+        memory, device = self.engine.memory, rank.device
+        if memory is None or self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
             return None
         free = device.cuda_bytes if device.free_bytes is None else device.free_bytes
         before = free - sum(part.bytes for part in rank.parts if part.name == "runtime")
-        return says(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
-                    device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
+        return memory.shortage(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
+                               device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
 
     def plain_warnings(self, context: int, sequences: int, serving: Serving) -> tuple[str, ...]:
         """What an engine's plan warns of without a budget."""
@@ -322,13 +321,12 @@ class Room:
         _, allocation = self.held(context, sequences, serving.replace(max_batched=started.max_batched))
         return allocation.warnings if allocation is not None else ()
 
-    def left_words(self, device: Device) -> str:
+    def left_words(self) -> str:
         """Why the engine leaves memory alone."""
-        says = getattr(self.engine.memory, "left", None)
-        if says is not None and self.laid.serving.kv_budget is None:
-            words: str = says(self.laid.serving, self.engine.version)
-            return words
-        return "nothing asks for it"
+        memory = self.engine.memory
+        if memory is None or self.laid.serving.kv_budget is not None:
+            return "nothing asks for it"
+        return memory.left(self.laid.serving, self.engine.version)
 
     # -- how much more ------------------------------------------------------------------------
 
@@ -422,7 +420,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")
         parts.append(Part("in use", used, False, rule))
     if left > used:
-        parts.append(Part("left free", left - used, False, room.left_words(rank.device)))
+        parts.append(Part("left free", left - used, False, room.left_words()))
     if left < 0 and pool and rank.budget > kv:
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import SourceError, UsageError
 from kvctl.record import Record
+from kvctl.replay import PRESETS, Request, Setup, preset, read_trace, replay
 from kvctl.reports import SizeReport, SizeResult
 from kvctl.solve import NoAnswer
 
 if TYPE_CHECKING:
     from kvctl.ask import Plans
-    from kvctl.replay import Request
 
-WORKLOADS = ("chat", "rag", "agent", "code")
+WORKLOADS = tuple(PRESETS)
 _GROWING = ("full_attention", "latent_attention", "indexer")
 _USUAL_BLOCK = 16
 """Tokens of a block where an engine has none: vLLM's."""
@@ -48,8 +48,6 @@ def replayed(
         UsageError: several results, or no cache that grows.
 
     """
-    from kvctl.replay import Setup, replay
-
     if len(report.results) > 1:
         raise UsageError(
             "a replay is for one model, context, format and engine",
@@ -58,8 +56,6 @@ def replayed(
     (result,) = report.results
     block, size, capacity, notes = _pool(result)
     if traffic.workload is not None:
-        from kvctl.replay.presets import PRESETS
-
         mix = PRESETS[traffic.workload]
         notes.insert(0, f"{mix.name}: {mix.source}; assumed: {mix.assumed}")
     setup = Setup(
@@ -77,11 +73,7 @@ def replayed(
 
 def _requests(traffic: Traffic) -> Iterator[Request]:
     if traffic.trace is not None:
-        from kvctl.replay.trace import read_trace
-
         return read_trace(traffic.trace, _tokenizer(traffic.tokenizer))
-    from kvctl.replay.presets import preset
-
     assert traffic.workload is not None
     return preset(traffic.workload, traffic.requests, traffic.rate)
 

@@ -22,7 +22,7 @@ from kvctl.allocation import Serving
 from kvctl.engines.vllm.memory import GRAPH, overheads, requested, second_runner, start_refusal
 from kvctl.engines.vllm.shape import shape_of
 from kvctl.engines.vllm.start import Start, defaults
-from kvctl.errors import ConfigError, UsageError
+from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.model import build_spec, shape_spec
 from kvctl.sources import Found, resolve
 from kvctl.spec import ModelSpec, Provenance
@@ -180,10 +180,8 @@ def predicted(row: dict[str, Any]) -> tuple[dict[str, int], ModelSpec, Serving] 
         parts = overheads(spec, serving, dtype_bytes=4 if row["dtype"] == "f32" else 2,
                           device_bytes=int(row["device_gib"] * GIB), gpu_name=row.get("gpu"), version=row["version"],
                           context=row["context"], last_stage=row.get("stage") != "first")  # fmt: skip
-    except Exception as err:
-        if type(err).__name__ in ("ConfigError", "SourceError", "UsageError"):
-            return None  # not in the catalogue, or not all of it
-        raise
+    except KvctlError:
+        return None  # not in the catalogue, or not all of it
     return {part.name: part.bytes for part in parts}, spec, serving
 
 

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.record import Record
 from kvctl.spec import Attention, ModelSpec
 
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+USED = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token", "top_k")
+EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+FEED = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "inner_dim")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""What configurations call these."""
+UNGATED = frozenset(
+    [
+        "arcee",
+        "biogpt",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "nemotron_h",
+        "opt",
+        "persimmon",
+        "phi",
+        "starcoder2",
+        "whisper",
+        "xglm",
+    ]
+)
+"""Model types whose feed-forward parts have no gate: one product in, an activation, one product out."""
 _MOST_USED = 1024
 """Experts for a token, far above those of published models."""
 
@@ -46,49 +78,49 @@ def widths(spec: ModelSpec) -> Widths:
     if not spec.config:
         raise ConfigError(
             f"{spec.id}: the width of its layers is not known, and what activations take depends on it",
-            hint="give the model's configuration, or the measured overhead",
+            hint="give the model's configuration, or --measured-overhead",
         )
     f = text_fields(Fields(spec.config))
     if spec.hidden_size is None or spec.vocab_size is None or spec.attention_heads is None:
         missing = [name for name, value in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size),
                                             ("num_attention_heads", spec.attention_heads)) if value is None]  # fmt: skip
         raise ConfigError(f"{spec.id}: {' and '.join(missing)}: not in the configuration, and activations depend on it",
-                          hint="--set them, or give the measured overhead")  # fmt: skip
+                          hint="--set them, or give --measured-overhead")  # fmt: skip
     hidden, heads = spec.hidden_size, spec.attention_heads
     states = [state for layer, _ in spec.groups for state in layer.states if isinstance(state, Attention)]
     widest = max(states, key=lambda state: state.kv_heads * (state.key_dim + state.value_dim), default=None)
     dim = widest.key_dim if widest is not None else max(1, hidden // heads)
     keys = widest.kv_heads * widest.key_dim if widest is not None else hidden
     values = widest.kv_heads * widest.value_dim if widest is not None else hidden
-    experts = _first(f, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    feed = _first(f, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "inner_dim")
+    experts, feed = first(f, EXPERTS), first(f, FEED)
     expert, used, shared, dense = 0, 0, 0, 0
     if experts > 1:
-        expert = _first(f, "moe_intermediate_size", "expert_ffn_hidden_size") or feed
-        used = _first(f, "num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k") or 1
+        expert, used = first(f, EXPERT_WIDTHS) or feed, first(f, USED) or 1
         if used > min(experts, _MOST_USED):
             raise ConfigError(f"{spec.id}: {used:,} of {experts:,} experts for each token cannot be")
-        shared = _first(f, "shared_expert_intermediate_size", "shared_intermediate_size")
-        shared = shared or expert * _first(f, "n_shared_experts", "num_shared_experts")
-        if not _first(f, "moe_intermediate_size", "expert_ffn_hidden_size"):
+        shared = first(f, ("shared_expert_intermediate_size", "shared_intermediate_size")) or expert * first(f, SHARED)
+        if not first(f, EXPERT_WIDTHS):
             feed = 0  # every layer is a mixture
         elif feed:
-            dense = _first(f, "first_k_dense_replace")
+            dense = first(f, ("first_k_dense_replace",))
     if not feed and not expert:
         if f.has("n_embd") or f.type in ("gpt2", "gptj", "bloom", "falcon", "mpt"):
             feed = 4 * hidden  # what these classes make of a width that is not named
         else:
             raise ConfigError(f"{spec.id}: intermediate_size is not in the configuration, and activations depend on it",
-                              hint="--set it, or give the measured overhead")  # fmt: skip
+                              hint="--set it, or give --measured-overhead")  # fmt: skip
     return Widths(hidden, spec.vocab_size, heads * dim, keys, values, feed, expert, used, experts, shared, heads, dense)
 
 
-def _first(f: Fields, *names: str) -> int:
+def first(f: Fields, names: tuple[str, ...]) -> int:
     """The first of these that is a number, or 0; where layers differ, the widest."""
-    for name in names:
-        found = f.get(name)
-        if isinstance(found, list) and found:
-            found = max((n for n in found if isinstance(n, int)), default=None)
-        if isinstance(found, int) and not isinstance(found, bool) and 0 < found < 2**40:
-            return found
-    return 0
+    return next((value for value in (whole(f.get(name)) for name in names) if value), 0)
+
+
+def whole(value: Any) -> int:
+    """A whole number within reason, or the largest of a list; 0 for anything else."""
+    if isinstance(value, (list, tuple)):
+        return max((whole(entry) for entry in value[:10_000] if not isinstance(entry, (list, tuple))), default=0)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else 0
