@@ -36,6 +36,10 @@ _PLAIN = frozenset(
         "opt",
         "persimmon",
         "phi",
+        "phi-msft",
+        "RefinedWeb",
+        "RefinedWebModel",
+        "whisper",
         "starcoder2",
         "xglm",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvctl.engines.widths import MEASURED, base
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
@@ -83,21 +84,21 @@ def shape_of(spec: ModelSpec) -> Shape:
         ConfigError: its configuration names no width or no vocabulary.
 
     """
-    if not spec.config or spec.hidden_size is None or spec.vocab_size is None:
-        raise ConfigError(f"{spec.id}: activations are not estimated without a hidden size and a vocabulary",
-                          hint="--measured-overhead takes what a start-up log says")  # fmt: skip
     root = Fields(spec.config)
     f = text_fields(root)
+    hidden, vocabulary, heads = base(spec, f)
+    if not spec.config or not hidden or not vocabulary:
+        raise ConfigError(f"{spec.id}: activations are not estimated without a hidden size and a vocabulary",
+                          hint=MEASURED)  # fmt: skip
     experts = _first(f, _EXPERTS)
     chosen = _first(f, _CHOSEN) if experts else 0
     latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
-    heads = spec.attention_heads or 0
     return Shape(
         kind=f.type,
         layers=len(spec.layers),
-        hidden=spec.hidden_size,
-        vocabulary=spec.vocab_size,
-        width=_dense_width(f, chosen) or (0 if chosen else 4 * spec.hidden_size),
+        hidden=hidden,
+        vocabulary=vocabulary,
+        width=_dense_width(f, chosen) or (0 if chosen else 4 * hidden),
         gated=f.type not in _PLAIN,
         chosen=chosen,
         expert_width=_first(f, _EXPERT_WIDTHS) if chosen else 0,
