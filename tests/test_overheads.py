@@ -137,6 +137,17 @@ def test_parts_of_sglang_sum_to_what_is_no_budget() -> None:
     assert budget + 16 * GIB + sum(part.bytes for part in parts) == 80 * GIB
 
 
+@pytest.mark.parametrize("free", [79, 40, 20, 17])
+def test_sglang_divides_what_is_free_when_it_starts(free: int) -> None:
+    """rest = free after loading − free before it × (1 − mem_fraction_static): what others hold is no part of either."""
+    spec, serving = known("Qwen/Qwen3-8B"), Serving()
+    parts = sglang.overheads(spec, serving, dtype_bytes=2, device_bytes=80 * GIB, gpu_name=None, version=None, context=8192,
+                             free_bytes=free * GIB)  # fmt: skip
+    budget = sglang.kv_budget(device_bytes=80 * GIB, free_bytes=free * GIB, weights_bytes=15 * GIB, parts=parts,
+                              serving=serving, version=None, spec=spec)  # fmt: skip
+    assert budget + 15 * GIB + sum(part.bytes for part in parts) == free * GIB
+
+
 def test_fractions_that_sglang_refuses() -> None:
     for bad in (0.0, 1.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="mem-fraction-static"):
