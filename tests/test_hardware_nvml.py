@@ -271,7 +271,7 @@ count 1
 
 
 def test_mig_slices_show_their_own_memory(driver: Driver) -> None:
-    big, small = driver.ask(MIG)
+    big, small = driver.ask(MIG, None)
     assert (big["memory_bytes"], small["memory_bytes"]) == (19968 * MIB, 4864 * MIB)
     assert (big["cuda_bytes"], small["cuda_bytes"]) == (19968 * MIB, 4864 * MIB)
     assert small["free_bytes"] == 4850 * MIB
@@ -279,7 +279,15 @@ def test_mig_slices_show_their_own_memory(driver: Driver) -> None:
     assert small["mig"]
     assert big["card"] == small["card"] == "A100 40GB SXM"
     assert [gpu["index"] for gpu in (big, small)] == [0, 0]
-    assert any("one MIG slice" in note for note in big["notes"])
+
+
+@pytest.mark.parametrize("pick", ["local", "local:0", "local:MIG-aaaaaaaa,MIG-bbbbbbbb", "local:0,1"])
+def test_a_process_sees_one_slice_and_nothing_beside_it(driver: Driver, pick: str) -> None:
+    """MIG User Guide, CUDA device enumeration: slices are not pooled, not with each other and not with whole GPUs."""
+    whole = H100.replace("0.", "1.", 1).replace("\n0.", "\n1.")
+    (gpu,) = driver.ask(MIG.replace("count 1", "count 2") + whole, pick)
+    assert gpu["memory_bytes"] == 19968 * MIB
+    assert any("one MIG slice" in note and "3g.20gb" in note for note in gpu["notes"])
 
 
 def test_one_mig_slice_is_picked(driver: Driver) -> None:
@@ -291,7 +299,7 @@ def test_one_mig_slice_is_picked(driver: Driver) -> None:
 
 def test_cuda_s_total_of_a_slice(cuda_driver: Driver) -> None:
     script = MIG + f"cuda_devices 1\nc0.uuid bbbbbbbb{'0' * 24}\nc0.name NVIDIA A100-SXM4-40GB MIG 1g.5gb\n"
-    big, small = cuda_driver.ask(script + f"c0.total {4800 * MIB}\n")
+    big, small = cuda_driver.ask(script + f"c0.total {4800 * MIB}\n", None)
     assert (big["cuda_bytes"], small["cuda_bytes"]) == (19968 * MIB, 4800 * MIB)
 
 

@@ -21,6 +21,10 @@ from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang import memory as sglang
 from kvctl.engines.sglang.fraction import default_start, for_images
 from kvctl.engines.tensorrt_llm import memory as tensorrt
+from kvctl.engines.transformers import memory as transformers
+from kvctl.engines.vllm import memory as vllm
+from kvctl.engines.vllm.shape import shape_of
+from kvctl.engines.widths import widths
 from kvctl.errors import KvctlError, UsageError
 from kvctl.model import build_spec
 from kvctl.sources import catalogue
@@ -133,6 +137,17 @@ def test_parts_of_sglang_sum_to_what_is_no_budget() -> None:
     assert budget + 16 * GIB + sum(part.bytes for part in parts) == 80 * GIB
 
 
+@pytest.mark.parametrize("free", [79, 40, 20, 17])
+def test_sglang_divides_what_is_free_when_it_starts(free: int) -> None:
+    """rest = free after loading − free before it × (1 − mem_fraction_static): what others hold is no part of either."""
+    spec, serving = known("Qwen/Qwen3-8B"), Serving()
+    parts = sglang.overheads(spec, serving, dtype_bytes=2, device_bytes=80 * GIB, gpu_name=None, version=None, context=8192,
+                             free_bytes=free * GIB)  # fmt: skip
+    budget = sglang.kv_budget(device_bytes=80 * GIB, free_bytes=free * GIB, weights_bytes=15 * GIB, parts=parts,
+                              serving=serving, version=None, spec=spec)  # fmt: skip
+    assert budget + 15 * GIB + sum(part.bytes for part in parts) == free * GIB
+
+
 def test_fractions_that_sglang_refuses() -> None:
     for bad in (0.0, 1.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="mem-fraction-static"):
@@ -243,3 +258,39 @@ def test_widths_of_hostile_configurations(number: object) -> None:
             assert all(0 <= part.bytes < 2**62 for part in parts)
     vision = {"num_hidden_layers": number, "hidden_size": number}
     assert 0.7 < for_images(vision) < 1
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden", "vocabulary", "queries", "feed"),
+    [
+        # As the models' papers and cards have them: 71 heads of 64, four times the width.
+        ("falcon-7b", 4544, 65_024, 71 * 64, 18_176),
+        ("falcon-40b", 8192, 65_024, 128 * 64, 32_768),
+        ("microsoft/phi-2", 2560, 51_200, 32 * 80, 10_240),
+        ("openai/whisper-large-v3", 1280, 51_866, 20 * 64, 5120),
+        ("THUDM/chatglm3-6b", 4096, 65_024, 32 * 128, 13_696),
+        # A file that leaves its language model to Llama's defaults, which are those of the 7B.
+        ("llava-hf/llava-1.5-7b-hf", 4096, 32_064, 32 * 128, 11_008),
+    ],
+)
+def test_widths_under_older_names(model: str, hidden: int, vocabulary: int, queries: int, feed: int) -> None:
+    spec = known(model)
+    found = widths(spec)
+    assert (found.hidden, found.vocabulary, found.queries, found.feed) == (hidden, vocabulary, queries, feed)
+    shape = shape_of(spec)
+    assert (shape.hidden, shape.vocabulary, shape.width) == (hidden, vocabulary, feed)
+
+
+def test_every_catalogue_model_has_an_estimate_or_says_what_to_give_instead() -> None:
+    """What cannot be estimated can be measured, and the hint names the option."""
+    for name in catalogue.names():
+        spec = known(name)
+        for memory in (tensorrt, transformers, vllm):
+            fault = None
+            try:
+                parts = memory.overheads(spec, Serving(), dtype_bytes=2, device_bytes=80 * GIB, gpu_name=None,
+                                         version=None, context=4096)  # fmt: skip
+            except KvctlError as error:
+                fault, parts = error, ()
+            assert all(0 <= part.bytes < 2**40 for part in parts), name
+            assert fault is None or "--measured-overhead" in (fault.hint or ""), (name, fault)

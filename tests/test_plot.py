@@ -335,6 +335,40 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chart.svg", "link.svg"]
 
 
+def test_a_private_file_stays_private(tmp_path: Path) -> None:
+    target = tmp_path / "chart.svg"
+    target.write_text("old")
+    target.chmod(0o600)
+    write(CHART, str(target))
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert target.read_bytes() == render(CHART, "svg")
+
+
+def test_links_in_a_circle_are_left_alone(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.svg", tmp_path / "two.svg"
+    one.symlink_to(two)
+    two.symlink_to(one)
+    with pytest.raises(KvctlError, match="circle"):
+        write(CHART, str(one))
+    assert one.is_symlink()
+
+
+def test_what_a_killed_run_left_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run in a container may have the same process id."""
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr("os.replace", killed)
+    monkeypatch.setattr("pathlib.Path.unlink", lambda *_, **__: None)
+    with pytest.raises(SystemExit):
+        write(CHART, str(tmp_path / "chart.svg"))
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+    write(CHART, str(tmp_path / "chart.svg"))
+    assert (tmp_path / "chart.svg").read_bytes() == render(CHART, "svg")
+
+
 class Stuck:
     """A file that takes some bytes, and then fails."""
 

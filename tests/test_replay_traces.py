@@ -360,3 +360,14 @@ def test_damaged_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFact
         list(read_trace(path, tokenizer=tokens))
     except SourceError as error:
         assert "\n" not in error.message  # noqa: PT017
+
+
+def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # what Python makes of kvctl … <&-
+    with pytest.raises(SourceError, match="standard input is closed"):
+        list(read_trace("-"))
+
+
+def test_a_trace_without_a_name() -> None:
+    with pytest.raises(SourceError, match="without a name"):
+        list(read_trace(""))

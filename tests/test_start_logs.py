@@ -584,3 +584,9 @@ def test_a_large_log_is_read_in_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert log.figure("capacity").value == 29_120  # type: ignore[union-attr]
     assert peak < 32 * 2**20
+
+
+def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # what Python makes of kvctl … <&-
+    with pytest.raises(SourceError, match="standard input is closed"):
+        read_log("-")

@@ -13,7 +13,7 @@ from kvctl.spec import Attention, ModelSpec
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 USED = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token", "top_k")
 EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
-FEED = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "inner_dim")
+FEED = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "inner_dim")
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """What configurations call these."""
 UNGATED = frozenset(
@@ -34,6 +34,9 @@ UNGATED = frozenset(
         "opt",
         "persimmon",
         "phi",
+        "phi-msft",
+        "RefinedWeb",
+        "RefinedWebModel",
         "starcoder2",
         "whisper",
         "xglm",
@@ -42,6 +45,9 @@ UNGATED = frozenset(
 """Model types whose feed-forward parts have no gate: one product in, an activation, one product out."""
 _MOST_USED = 1024
 """Experts for a token, far above those of published models."""
+_FOURFOLD = ("gpt2", "gptj", "bloom", "falcon", "mpt", "RefinedWeb", "RefinedWebModel")
+"""Types whose feed-forward part is four times as wide as the model where no width is named."""
+MEASURED = "--measured-overhead says what the engine was seen to take beside weights and cache"
 
 
 class Widths(Record):
@@ -78,16 +84,18 @@ def widths(spec: ModelSpec) -> Widths:
     if not spec.config:
         raise ConfigError(
             f"{spec.id}: the width of its layers is not known, and what activations take depends on it",
-            hint="give the model's configuration, or --measured-overhead",
+            hint=MEASURED,
         )
     f = text_fields(Fields(spec.config))
-    if spec.hidden_size is None or spec.vocab_size is None or spec.attention_heads is None:
-        missing = [name for name, value in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size),
-                                            ("num_attention_heads", spec.attention_heads)) if value is None]  # fmt: skip
-        raise ConfigError(f"{spec.id}: {' and '.join(missing)}: not in the configuration, and activations depend on it",
-                          hint="--set them, or give --measured-overhead")  # fmt: skip
-    hidden, heads = spec.hidden_size, spec.attention_heads
+    hidden, vocabulary, heads = base(spec, f)
     states = [state for layer, _ in spec.groups for state in layer.states if isinstance(state, Attention)]
+    if not heads and not states:
+        raise ConfigError(f"{spec.id}: what activations of a model without attention take is not known", hint=MEASURED)
+    missing = [name for name, value in (("hidden_size", hidden), ("vocab_size", vocabulary),
+                                        ("num_attention_heads", heads)) if not value]  # fmt: skip
+    if missing:
+        raise ConfigError(f"{spec.id}: {' and '.join(missing)}: not in the configuration, and activations depend on it",
+                          hint=MEASURED)  # fmt: skip
     widest = max(states, key=lambda state: state.kv_heads * (state.key_dim + state.value_dim), default=None)
     dim = widest.key_dim if widest is not None else max(1, hidden // heads)
     keys = widest.kv_heads * widest.key_dim if widest is not None else hidden
@@ -104,12 +112,21 @@ def widths(spec: ModelSpec) -> Widths:
         elif feed:
             dense = first(f, ("first_k_dense_replace",))
     if not feed and not expert:
-        if f.has("n_embd") or f.type in ("gpt2", "gptj", "bloom", "falcon", "mpt"):
+        if f.has("n_embd") or f.type in _FOURFOLD:
             feed = 4 * hidden  # what these classes make of a width that is not named
         else:
             raise ConfigError(f"{spec.id}: intermediate_size is not in the configuration, and activations depend on it",
-                              hint="--set it, or give --measured-overhead")  # fmt: skip
-    return Widths(hidden, spec.vocab_size, heads * dim, keys, values, feed, expert, used, experts, shared, heads, dense)
+                              hint=MEASURED)  # fmt: skip
+    return Widths(hidden, vocabulary, heads * dim, keys, values, feed, expert, used, experts, shared, heads, dense)
+
+
+def base(spec: ModelSpec, f: Fields) -> tuple[int, int, int]:
+    """Width of the model, words of its vocabulary and query heads, under any of their names; 0 where there is none."""
+    return (
+        spec.hidden_size or first(f, ("n_embd", "d_model")),
+        spec.vocab_size or first(f, ("padded_vocab_size",)),
+        spec.attention_heads or first(f, ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")),
+    )
 
 
 def first(f: Fields, names: tuple[str, ...]) -> int:

@@ -28,8 +28,12 @@ def local_gpus(pick: str | None = None) -> tuple[Device, ...]:
             told += device.notes
     if not usable:
         raise NoGpuError(f"--gpu local: {'; '.join(told[:4]) or 'this machine has no NVIDIA GPU'}", hint=_NAME_IT)
-    if sum(device.mig for device in usable) > 1:
-        told.append("CUDA gives a process one MIG slice at a time: pick one, as in --gpu local:MIG-… (nvidia-smi -L)")
+    slice_ = next((device for device in usable if device.mig), None)
+    if slice_ is not None and len(usable) > 1:
+        # "CUDA can only enumerate a single compute instance", and no other GPU beside it (NVIDIA MIG User Guide).
+        told.append(f"CUDA gives a process one MIG slice and nothing beside it: {slice_.name} is taken; another is picked as "
+                    "in --gpu local:MIG-… (nvidia-smi -L)")  # fmt: skip
+        usable = [slice_]
     first, *rest = usable
     return (first.replace(notes=(*told, *first.notes)), *rest)
 

@@ -59,15 +59,21 @@ def write(chart: Chart, path: str) -> None:
     try:
         # Through a link, the file it points to is replaced and the link stays.
         target = Path(os.path.realpath(path))
-        part = target.with_name(f".kvctl-{os.getpid()}.part")
-        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-            raise KvctlError(f"cannot write {path}: it is {'read-only' if target.is_file() else 'no plain file'}")
+        if target.is_symlink():
+            raise KvctlError(f"cannot write {path[:200]}: its links lead in a circle")
+        old = target.stat() if target.exists() else None
+        if old is not None and not (target.is_file() and os.access(target, os.W_OK)):
+            raise KvctlError(f"cannot write {path[:200]}: it is {'read-only' if target.is_file() else 'no plain file'}")
+        # Containers give every run the same process id, so what one that was killed left must not stop the next.
+        part = target.with_name(f".kvctl-{os.getpid()}-{os.urandom(4).hex()}.part")
         with open(part, "xb") as file:
             try:
+                if old is not None:
+                    part.chmod(old.st_mode & 0o7777)  # a private picture stays private
                 file.write(data)
                 file.close()
                 os.replace(part, target)
             finally:
                 part.unlink(missing_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise KvctlError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise KvctlError(f"cannot write {path[:200]}: {getattr(error, 'strerror', None) or error}") from None

@@ -155,7 +155,7 @@ class Simulator:
             at = self.now + 1
         else:
             if request.arrival is None:
-                raise UsageError("requests without arrival times", hint="replay them at a fixed concurrency")
+                raise UsageError("requests without arrival times", hint="--in-flight 32 replays 32 of them at a time")
             if self._first is None:
                 self._first = request.arrival
             at = -(-(request.arrival - self._first) // setup.tpot)

@@ -158,8 +158,12 @@ def _open(path: str | Path, name: str) -> Iterator[IO[bytes]]:
     """Bytes of the file, unpacked if they are gzip."""
     try:
         if str(path) == "-":
+            if sys.stdin is None:  # kvctl … <&-
+                raise SourceError("standard input is closed")
             yield _unpacked(sys.stdin.buffer)
             return
+        if str(path) in ("", "."):
+            raise SourceError("a trace without a name", hint="the file, or - for standard input")
         with Path(path).open("rb") as file:
             yield _unpacked(file)
     except EOFError:

@@ -51,6 +51,8 @@ def lines(path: str) -> Iterator[Line]:
 
     """
     if path == "-":
+        if sys.stdin is None:  # kvctl … <&-
+            raise SourceError("standard input is closed")
         yield from _lines(sys.stdin.buffer, "standard input")
         return
     try:

@@ -39,11 +39,15 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    free_bytes: int | None = None,
 ) -> tuple[Part, ...]:
-    """What is neither weights nor cache, on one rank of a GPU of `device_bytes` (what CUDA sees)."""
+    """What is neither weights nor cache, on one rank of a GPU of `device_bytes` (what CUDA sees).
+
+    `free_bytes`: what of it is free before the process starts; None: all.
+    """
     release = _release(version)
     before = runtime(_ranks(serving))
-    free = max(0, device_bytes - before.bytes)
+    free = max(0, (device_bytes if free_bytes is None else min(free_bytes, device_bytes)) - before.bytes)
     share, why = fraction(spec, serving, device_bytes, release)
     reserve = Part("activations and graphs", round(free * (1 - share)), estimated=False, rule=(
         f"SGLang keeps 1 − {share:.3f} of the {format_bytes(free)} that are free before the weights for activations and "

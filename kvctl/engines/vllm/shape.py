@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvctl.engines.widths import EXPERT_WIDTHS, EXPERTS, FEED, SHARED, UNGATED, USED, first, whole
+from kvctl.engines.widths import EXPERT_WIDTHS, EXPERTS, FEED, MEASURED, SHARED, UNGATED, USED, base, first, whole
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
@@ -56,21 +56,21 @@ def shape_of(spec: ModelSpec) -> Shape:
         ConfigError: its configuration names no width or no vocabulary.
 
     """
-    if not spec.config or spec.hidden_size is None or spec.vocab_size is None:
-        raise ConfigError(f"{spec.id}: activations are not estimated without a hidden size and a vocabulary",
-                          hint="--measured-overhead takes what a start-up log says")  # fmt: skip
     root = Fields(spec.config)
     f = text_fields(root)
+    hidden, vocabulary, heads = base(spec, f)
+    if not spec.config or not hidden or not vocabulary:
+        raise ConfigError(f"{spec.id}: activations are not estimated without a hidden size and a vocabulary",
+                          hint=MEASURED)  # fmt: skip
     experts = first(f, EXPERTS)
     chosen = first(f, USED) if experts else 0
     latent = spec.keeps(LatentAttention, engine="vllm")
-    heads = spec.attention_heads or 0
     return Shape(
         kind=f.type,
         layers=len(spec.layers),
-        hidden=spec.hidden_size,
-        vocabulary=spec.vocab_size,
-        width=_dense_width(f, chosen) or (0 if chosen else 4 * spec.hidden_size),
+        hidden=hidden,
+        vocabulary=vocabulary,
+        width=_dense_width(f, chosen) or (0 if chosen else 4 * hidden),
         gated=f.type not in UNGATED,
         chosen=chosen,
         expert_width=first(f, EXPERT_WIDTHS + FEED) if chosen else 0,
