@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 WORKLOADS = tuple(PRESETS)
 _GROWING = ("full_attention", "latent_attention", "indexer")
+"""Kinds of state that take a row for every token."""
+_SLOWLY = "compressed_attention"
+"""One that takes a row for several tokens: part of the bytes a token, and of no block of its own."""
 _USUAL_BLOCK = 16
 """Tokens of a block where an engine has none: vLLM's."""
 
@@ -106,7 +109,7 @@ def _pool(result: SizeResult) -> tuple[int, int, int | None, list[str]]:
         raise NoAnswer(
             "there is no memory for the cache to replay in", hint="see the fit without --trace and --workload"
         )
-    fixed = [row for row in result.layers if row.kind not in _GROWING and row.bytes]
+    fixed = [row for row in result.layers if row.kind not in (*_GROWING, _SLOWLY) and row.bytes]
     if fixed:
         kinds = ", ".join(dict.fromkeys(row.kind.replace("_", " ") for row in fixed))
         notes.append(f"estimated: {kinds} take memory that does not grow with a request; the replay leaves it out")
