@@ -100,6 +100,10 @@ class Serving(Record):
     """Tokens of a logical batch; `ubatch` are those of a physical one."""
     gpu_layers: int | None = None
     """Layers that are offloaded to GPUs; None is all."""
+    tensor_split: tuple[float, ...] | None = None
+    """Shares of the layers by device."""
+    fit_margin: int | None = None
+    """MiB that stay free on each device."""
     cpu_offload: int | None = None
     """Bytes of each rank's weights that stay in host memory."""
     kv_on_host: bool = False

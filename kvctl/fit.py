@@ -74,9 +74,9 @@ def room_for(
             guesses.append("weights: cut over ranks as vLLM cuts them")
     elif engine.slots:
         free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
-        places = engine.memory.places(spec, info.bytes, free, laid.serving.gpu_layers)  # type: ignore[union-attr]
+        places = engine.memory.places(spec, info.bytes, free, laid.serving)
         weights = tuple(place.weights for place in places)
-        if count > 1 or laid.serving.gpu_layers is not None:
+        if count > 1 or laid.serving.gpu_layers is not None or laid.serving.kv_on_host:
             shares = tuple(place.share for place in places)
             more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
             guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
@@ -84,6 +84,11 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    stages = laid.serving.pipeline_parallel or 1
+    if engine.name == "vllm" and stages > 1:
+        # The last stage alone samples.
+        ranks = laid.serving.tensor_parallel or 1
+        more = tuple({"last_stage": index // ranks % stages == stages - 1} for index in range(count))
     if laid.devices[0].unified and engine.splits and laid.devices[0].kind == "gpu":
         # spark-vllm-docker#396: 22.5 and 28.74 GiB on two GB10, 15 GiB less than all else explains.
         guesses.append("unified memory: what the machine itself holds comes off; a published start had 15 GiB less")
@@ -187,7 +192,7 @@ class Room:
         parts: tuple[Part, ...] = ()
         if self.hardware.overhead is not None:
             parts = (Part("overhead", self.hardware.overhead, False, "measured, as given"),)
-        elif memory is not None and (serving.device != "cpu" or not self.engine.splits):
+        elif serving.device != "cpu" or not self.engine.splits:
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
                 version=self.engine.version, context=context, **more,
@@ -201,13 +206,11 @@ class Room:
         elif serving.device == "cpu" and self.engine.splits:
             raise ConfigError(f"how much memory {self.engine.name} leaves the cache on a CPU is not known",
                               hint="--kv-budget says how much")  # fmt: skip
-        elif memory is not None:
+        else:
             budget = memory.kv_budget(
                 device_bytes=total, free_bytes=free, weights_bytes=weights, parts=parts, serving=serving,
                 version=self.engine.version, spec=self.spec,
             )  # fmt: skip
-        else:
-            budget = free - weights - sum(part.bytes for part in parts)
         self._rank_of[key] = Rank(device, weights, parts, budget)
         return self._rank_of[key]
 
@@ -242,7 +245,7 @@ class Room:
     def _started(self, context: int) -> Serving:
         """The engine's options, with what it chooses for the first device."""
         memory, device = self.engine.memory, self.laid.devices[0]
-        if memory is None or self.laid.serving.device == "cpu":
+        if self.laid.serving.device == "cpu":
             return self.laid.serving
         return memory.started(
             self.spec, self.laid.serving, device_bytes=device.cuda_bytes, gpu_name=device.name,
@@ -277,8 +280,10 @@ class Room:
         rank = ranks[poorest]
         free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
         where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
-        if rank.device.free_bytes is not None and (memory := self.engine.memory) is not None:
-            refusal = memory.start_refusal(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
+        if rank.device.free_bytes is not None:
+            refusal = self.engine.memory.start_refusal(
+                free, rank.device.cuda_bytes, self.laid.serving, self.engine.version
+            )
             if refusal:
                 return refusal
         if rank.weights >= free:
@@ -296,10 +301,9 @@ class Room:
 
     def _plan_refusal(self, allocation: Allocation | None, rank: Rank, context: int) -> str:
         """Why an engine whose cache would do refuses to start; empty where it starts."""
-        memory = self.engine.memory
-        if memory is None or allocation is None or self.laid.serving.device == "cpu":
+        if allocation is None or self.laid.serving.device == "cpu":
             return ""
-        found = memory.plan_refusal(
+        found = self.engine.memory.plan_refusal(
             allocation, self.spec, self.laid.serving, device_bytes=rank.device.cuda_bytes, gpu_name=rank.device.name,
             version=self.engine.version, context=context,
         )  # fmt: skip
@@ -308,7 +312,7 @@ class Room:
     def shortage(self, rank: Rank) -> Shortage | None:
         """What an engine that is told a share of the memory will run short of, and when; None where it is nothing."""
         memory, device = self.engine.memory, rank.device
-        if memory is None or self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
+        if self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
             return None
         free = device.cuda_bytes if device.free_bytes is None else device.free_bytes
         before = free - sum(part.bytes for part in rank.parts if part.name == "runtime")
@@ -323,10 +327,9 @@ class Room:
 
     def left_words(self) -> str:
         """Why the engine leaves memory alone."""
-        memory = self.engine.memory
-        if memory is None or self.laid.serving.kv_budget is not None:
+        if self.laid.serving.kv_budget is not None:
             return "nothing asks for it"
-        return memory.left(self.laid.serving, self.engine.version)
+        return self.engine.memory.left(self.laid.serving, self.engine.version)
 
     # -- how much more ------------------------------------------------------------------------
 

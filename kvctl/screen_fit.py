@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from rich.text import Text
 
 from kvctl.reports import Fit, SizeResult
@@ -30,7 +32,9 @@ def print_fit(screen: Screen, result: SizeResult) -> None:
     assert fit is not None
     print_verdict(screen, result)
     screen.line()
-    parts = _parts(fit)
+    parts = _parts(
+        fit, on_host=result.allocation is not None and result.allocation.device == "cpu" and not fit.kv_bytes
+    )
     whole = f"{device_words(fit)}: {format_bytes(fit.device_bytes)} for applications"
     if len(fit.ranks) > 1:
         whole = f"rank {fit.bottleneck_rank} of {len(fit.ranks)}, the one that decides; {whole}"
@@ -57,18 +61,21 @@ def print_fit(screen: Screen, result: SizeResult) -> None:
 def _ranks(screen: Screen, fit: Fit) -> None:
     """A row for every rank, where they differ."""
     rows: list[Row] = [(("rank", "device", "weights", "KV cache", "headroom"), None, "dim")]
-    for rank in fit.ranks:
-        cells = (str(rank.rank), one_line(rank.device), format_bytes(rank.weights_bytes), format_bytes(rank.kv_bytes),
+    for _, group in groupby(fit.ranks, key=lambda rank: rank.replace(rank=0)):
+        alike = list(group)
+        rank = alike[0]
+        span = str(rank.rank) if len(alike) == 1 else f"{rank.rank}–{alike[-1].rank}"
+        cells = (span, one_line(rank.device), format_bytes(rank.weights_bytes), format_bytes(rank.kv_bytes),
                  signed_bytes(rank.headroom_bytes))  # fmt: skip
         rows.append((cells, None, "red" if rank.headroom_bytes < 0 else ""))
     screen.table("rlrrr", rows)
 
 
-def _parts(fit: Fit) -> list[tuple[str, int, str, str, str]]:
+def _parts(fit: Fit, *, on_host: bool = False) -> list[tuple[str, int, str, str, str]]:
     """Name, bytes, style, mark and words of every part of the device."""
     weights = "; ".join(words.partition(": ")[2] for words in fit.estimated if words.startswith("weights: "))
     rows = [("weights", fit.weights_bytes, f"estimated: {weights}" if weights else ""),
-            ("KV cache", fit.kv_bytes, "of this workload")]  # fmt: skip
+            ("KV cache", fit.kv_bytes, "of this workload" + (", in host memory" if on_host else ""))]  # fmt: skip
     rows += [(part.name, part.bytes, ("estimated: " if part.estimated else "") + part.rule) for part in fit.parts]
     if fit.headroom_bytes >= 0:
         rows.append(("headroom", fit.headroom_bytes, "for more tokens or requests"))

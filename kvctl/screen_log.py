@@ -6,8 +6,7 @@ from rich.text import Text
 
 from kvctl.screen_lines import Row, Screen
 from kvctl.startlog import LogReport, LogRow
-from kvctl.units import format_bytes
-from kvctl.words import log_verdict, one_line
+from kvctl.words import log_verdict, one_line, signed_bytes
 
 
 def print_log(screen: Screen, report: LogReport) -> None:
@@ -47,5 +46,5 @@ def _expected(row: LogRow) -> str:
 
 def _number(row: LogRow, value: float) -> str:
     if row.unit == "bytes":
-        return format_bytes(round(value)) if value >= 0 else f"−{format_bytes(round(-value))}"
+        return signed_bytes(round(value))
     return f"{round(value):,}" if value == round(value) else f"{value:,.2f}"

@@ -316,7 +316,7 @@ def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:
             context, copies = context * (copies if engine.slots == "shared" else 1), 1
         allocation = engine.plan(spec, context, copies, fmt, serving.replace(encoder=work.encoder))
         if allocation is not None:
-            return allocation.reserved_bytes, allocation
+            return 0 if serving.kv_on_host else allocation.reserved_bytes, allocation
         shared = sequences if engine.beams_share_cross else copies
         return sum(
             count * state.size(work, fmt, engine.retention) * (copies if state.per_beam else shared)

@@ -11,11 +11,6 @@ from kvctl.size import SizePlan, answer, answers, contexts_for, prepare
 from kvctl.spec import ModelSpec
 
 _MOST_GPUS = 64
-_SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt-llm": "fp8", "llama.cpp": "q8_0",
-                  "ollama": "q8_0"}  # fmt: skip
-"""A cache format of about half the size, in each engine's words."""
-
-
 _SHARES = {"vllm": ("--gpu-memory-utilization", 0.95), "sglang": ("--mem-fraction-static", 0.88)}
 """More of the memory than engines take without being told; what is left is tight for what they do not count."""
 _SMALLER_WEIGHTS = {"llama.cpp": ("q8_0", "q4_k_m"), "ollama": ("q4_k_m",), "transformers": ("nf4",)}
@@ -36,9 +31,15 @@ class NoAnswer(KvctlError):
 
 def answers_on(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
     """A result for every context, or for the one that is solved for; with advice where the longest does not fit."""
-    default = getattr(plan.engine.memory, "default_context", None)
-    if plan.hardware is not None and plan.contexts is None and default is not None:
-        length = default([device.cuda_bytes for device in plan.hardware.devices], spec.max_context)
+    if (
+        plan.hardware is not None
+        and plan.contexts is None
+        and (
+            length := plan.engine.memory.default_context(
+                [device.cuda_bytes for device in plan.hardware.devices], spec.max_context
+            )
+        )
+    ):
         note = f"{plan.engine.name} takes {length:,} tokens on so much memory without being told; --ctx names others"
         plan = plan.replace(contexts=(length,), notes=(*plan.notes, note))
     if plan.hardware is not None and plan.hardware.solve is not None:
@@ -201,8 +202,8 @@ def _changes(plan: SizePlan, fit: Fit, parameters: int | None) -> Iterator[tuple
 def _beside_weights(plan: SizePlan, fit: Fit) -> Iterator[tuple[str, SizePlan]]:
     """A smaller cache, a larger share of the memory, a smaller batch."""
     name, serving = plan.engine.name, plan.serving
-    smaller = _SMALLER_CACHE.get(name)
-    if smaller is not None and plan.key is None and plan.value is None:
+    smaller = plan.engine.smaller_cache
+    if smaller and plan.key is None and plan.value is None:
         kind = plan.engine.kv_dtype(smaller, "--kv-dtype")
         yield f"--kv-dtype {smaller}", plan.replace(key=kind, value=kind.values or kind)
     if serving.kv_budget is not None:

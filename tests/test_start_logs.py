@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvctl.allocation import Serving
-from kvctl.engines import Engine
+from kvctl.engines import Engine, usual
 from kvctl.errors import KvctlError, SourceError
 from kvctl.hardware import read_gpus
 from kvctl.model import build_spec
@@ -299,7 +299,7 @@ def test_names_of_the_model(tmp_path: Path, model: str, names: tuple[str, ...]) 
 
 def test_what_the_engine_measured_stands_beside_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-8B in bf16: 8,190,735,360 parameters of 2 B; without an engine's own rules nothing is taken beside them."""
-    monkeypatch.setattr(Engine, "memory", None)
+    monkeypatch.setattr(Engine, "memory", usual)
     log = read(tmp_path, vllm_start(4, 29_120) + "Model loading took 15.27 GiB and 2 seconds\n")
     spec, plan = asked(log, {"model": "Qwen3-8B"})
     plan = plan.replace(hardware=Hardware(read_gpus("RTX 4090"), "RTX 4090"))

@@ -63,9 +63,7 @@ class Memory(Protocol):
     ) -> Serving:  # fmt: skip
         """The options, with those that it chooses for a device."""
 
-    def places(
-        self, spec: ModelSpec, weights_bytes: int, free: Sequence[int], gpu_layers: int | None = None
-    ) -> tuple[Place, ...]:  # fmt: skip
+    def places(self, spec: ModelSpec, weights_bytes: int, free: Sequence[int], serving: Serving) -> tuple[Place, ...]:
         """What lies on each of several devices; only of engines whose requests are slots, which divide layers."""
 
     def shortage(
@@ -79,8 +77,8 @@ class Memory(Protocol):
     ) -> str | None:  # fmt: skip
         """Why it does not start although its cache holds a request; None where it does."""
 
-    # Where it takes a length by the memory, its module has this too:
-    # default_context(device_bytes of every device, the model's maximum) -> int: the length it takes without being told.
+    def default_context(self, device_bytes: Sequence[int], trained: int | None) -> int | None:
+        """The length that it takes on devices with so much memory without being told; None where that says nothing."""
 
 
 class Engine(Record):
@@ -124,14 +122,12 @@ class Engine(Record):
         return cast("Planner", import_module(self.module, __name__))
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> Memory:
         """The module that says what it takes on a GPU beside weights and cache, loaded when first asked for."""
         from importlib import import_module
 
-        if not self.module:
-            return None
-        home = ".ollama_memory" if self.module == ".ollama" else f"{self.module}.memory"
-        return cast("Memory", import_module(home, __name__))
+        own = {"": ".usual", ".ollama": ".ollama_memory"}.get(self.module, f"{self.module}.memory")
+        return cast("Memory", import_module(own, __name__))
 
     def by_request(self, serving: Serving) -> bool:
         """Whether it reserves for requests: beams are none, and positions of media are part of their length."""

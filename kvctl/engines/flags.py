@@ -155,8 +155,20 @@ def _layers(text: str, spelling: str, flag: Flag) -> int | None:
     return None if text.lower() in ("all", "auto", "-1", "-2") else _count(text, spelling, flag)
 
 
+def _shares(text: str, spelling: str, flag: Flag) -> tuple[float, ...]:
+    return tuple(_number(part, spelling, flag) for part in text.replace("/", ",").split(","))
+
+
+def _margin(text: str, spelling: str, flag: Flag) -> int | None:
+    """MiB to leave free; off leaves none, and on the usual ones."""
+    known = _on_off(text, spelling, flag) if not text.strip().isdigit() else None
+    return 0 if known is False else None if not text.strip().isdigit() else _count(text, spelling, flag)
+
+
 SWITCH = Kind("", None)
 LAYERS = Kind("N", _layers)
+SHARES = Kind("N,N,…", _shares)
+MARGIN = Kind("MIB", _margin)
 COUNT = Kind("N", _count)
 TOKENS = Kind("TOKENS", _tokens)
 BYTES = Kind("SIZE", _bytes)
@@ -235,6 +247,12 @@ FLAGS: tuple[Flag, ...] = (
          "Weights of each GPU that stay in host memory: GiB, or with a unit."),
     Flag("gpu_layers", LAYERS, {"llama.cpp": ("--n-gpu-layers", "-ngl", "--gpu-layers")},
          "Layers on the GPUs, with their part of the cache; the others stay with the CPU. Default: all.",
+         low=0),
+    Flag("tensor_split", SHARES, {"llama.cpp": ("--tensor-split", "-ts")},
+         "Shares of the layers that GPUs get. Default: by their free memory.",
+         low=0),
+    Flag("fit_margin", MARGIN, {"llama.cpp": ("--fit-target", "--fit", "-fit")},
+         "MiB that llama.cpp leaves free on each GPU; off leaves none. Default: 1024.",
          low=0),
     Flag("attention_dp", SWITCH, {"tensorrt-llm": ("--enable-attention-dp",), "sglang": ("--enable-dp-attention",)},
          "Every rank keeps whole heads, for requests of its own."),

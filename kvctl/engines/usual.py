@@ -52,3 +52,22 @@ def plan_refusal(
 ) -> str | None:  # fmt: skip
     """A plan that holds a request starts."""
     return None
+
+
+def overheads(
+    spec: ModelSpec,
+    serving: Serving,
+    *,
+    dtype_bytes: int,
+    device_bytes: int,
+    gpu_name: str | None,
+    version: str | None,
+    context: int,
+) -> tuple[Part, ...]:
+    """Nothing beside weights and cache."""
+    return ()
+
+
+def default_context(device_bytes: Sequence[int], trained: int | None) -> int | None:
+    """The length does not depend on the memory."""
+    return None

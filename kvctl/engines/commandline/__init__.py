@@ -57,6 +57,10 @@ _BESIDE = {
     "llama.cpp": dict.fromkeys(
         ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
         "names a draft model, whose own cache comes beside this",
+    )
+    | dict.fromkeys(
+        ("-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot", "--override-tensor"),
+        "keeps weights in host memory, which is not counted: --measured-overhead and a fit say too little",
     ),
     "sglang": {
         "--speculative-draft-kv-cache-dtype": "stores draft layers in a type of their own; they are counted in the model's",

@@ -20,15 +20,28 @@ from kvctl.engines.llama_cpp.plan import Laid, cells_of, layout, ubatch_of
 from kvctl.engines.llama_cpp.storage import storage
 from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
 from kvctl.engines.runtime import runtime
-from kvctl.engines.usual import kv_budget, left, plan_refusal, shortage, start_refusal, started
+from kvctl.engines.usual import default_context, kv_budget, left, plan_refusal, shortage, start_refusal, started
 from kvctl.errors import UsageError
 from kvctl.formats import FP16, plain
 from kvctl.record import Record
 from kvctl.spec import Empty, Formats, LatentAttention, ModelSpec, Shared
 from kvctl.units import MIB, format_bytes
 
-__all__ = ["fit_margin", "gpu_weights", "kv_budget", "layer_split", "left", "outputs", "overheads", "places", "plan_refusal", "shortage", "start_refusal",
-           "started"]  # fmt: skip
+__all__ = [
+    "default_context",
+    "fit_margin",
+    "gpu_weights",
+    "kv_budget",
+    "layer_split",
+    "left",
+    "outputs",
+    "overheads",
+    "places",
+    "plan_refusal",
+    "shortage",
+    "start_refusal",
+    "started",
+]  # fmt: skip
 
 MARGIN = 1024 * MIB
 """--fit-target: what --fit on leaves free on every device."""
@@ -146,7 +159,8 @@ def overheads(
     if not gpu:
         return (compute,)
     parts = [runtime(1), compute]
-    if margin := fit_margin(version):
+    margin = fit_margin(version) if serving.fit_margin is None else serving.fit_margin * MIB
+    if margin:
         parts.append(Part("margin", margin, estimated=False, rule=(
             f"--fit on leaves {format_bytes(margin)} free (--fit-target), by a shorter context where none is named, "
             "else with layers on the CPU")))  # fmt: skip
@@ -216,12 +230,10 @@ def _tied(spec: ModelSpec) -> bool:
     return tied(root, text_fields(root))
 
 
-def places(
-    spec: ModelSpec, weights_bytes: int, free: Sequence[int], gpu_layers: int | None = None
-) -> tuple[Place, ...]:
-    """What lies on each device with `gpu_layers` (-ngl; None is all) offloaded; layers count alike, as llama.cpp counts
+def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int], serving: Serving) -> tuple[Place, ...]:
+    """What lies on each device with -ngl layers offloaded; layers count alike, as llama.cpp counts
     them."""
-    split = layer_split(len(spec.layers), free, gpu_layers=gpu_layers)
+    split = layer_split(len(spec.layers), free, serving.tensor_split, serving.gpu_layers)
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
     words = (spec.vocab_size or 0) * (spec.hidden_size or 0)

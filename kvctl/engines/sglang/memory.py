@@ -18,13 +18,13 @@ from kvctl.allocation import Part, Serving, Shortage
 from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang.budget import NEWEST, rules_for
 from kvctl.engines.sglang.fraction import default_start, for_images
-from kvctl.engines.usual import left, plan_refusal, start_refusal, started
+from kvctl.engines.usual import default_context, left, plan_refusal, start_refusal, started
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
 from kvctl.spec import LatentAttention, ModelSpec
 from kvctl.units import GIB, MIB, format_bytes
 
-__all__ = ["kv_budget", "left", "overheads", "plan_refusal", "shortage", "start_refusal", "started"]
+__all__ = ["default_context", "kv_budget", "left", "overheads", "plan_refusal", "shortage", "start_refusal", "started"]
 
 _IMAGES = 100 * MIB
 """Embeddings of images, SGLANG_VLM_CACHE_SIZE_MB, kept off the cache's budget from 0.5.18 on."""

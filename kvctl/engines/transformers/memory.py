@@ -12,13 +12,23 @@ from collections.abc import Sequence
 
 from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
-from kvctl.engines.usual import left, plan_refusal, shortage, start_refusal, started
+from kvctl.engines.usual import default_context, left, plan_refusal, shortage, start_refusal, started
 from kvctl.engines.widths import UNGATED, Widths, widths
 from kvctl.errors import UsageError
 from kvctl.spec import FullAttention, LatentAttention, ModelSpec
 from kvctl.units import MIB, format_bytes
 
-__all__ = ["kv_budget", "left", "overheads", "plan_refusal", "prefill", "shortage", "start_refusal", "started"]
+__all__ = [
+    "default_context",
+    "kv_budget",
+    "left",
+    "overheads",
+    "plan_refusal",
+    "prefill",
+    "shortage",
+    "start_refusal",
+    "started",
+]
 
 _CUBLAS = 32 * MIB
 """cuBLAS's workspace, which torch makes at the first product: 32 MiB on Hopper, 8 MiB before."""

@@ -25,14 +25,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvctl.allocation import Allocation, Part, Serving
-from kvctl.engines.usual import shortage
+from kvctl.engines.usual import default_context, shortage
 from kvctl.engines.vllm.rules import minor_of, rules_for
 from kvctl.engines.vllm.shape import Shape, shape_of
 from kvctl.engines.vllm.start import Start, defaults, requested, start_refusal, utilization
 from kvctl.spec import ModelSpec
 from kvctl.units import MIB, format_bytes
 
-__all__ = ["kv_budget", "left", "overheads", "plan_refusal", "requested", "shortage", "start_refusal", "started"]
+__all__ = [
+    "default_context",
+    "kv_budget",
+    "left",
+    "overheads",
+    "plan_refusal",
+    "requested",
+    "shortage",
+    "start_refusal",
+    "started",
+]
 
 HELD = 3.7
 """Tensors as wide as the hidden state that live while a layer runs."""
