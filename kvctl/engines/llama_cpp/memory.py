@@ -271,7 +271,8 @@ class Place(Record):
 
 def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
     """What lies on each of several devices with all layers offloaded; layers count alike, as llama.cpp counts them."""
-    split = layer_split(len(spec.layers), free)
+    # Devices without any memory share the layers too: that these do not fit is for the fit to say.
+    split = layer_split(len(spec.layers), free if any(free) else [1] * len(free))
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
     words = (spec.vocab_size or 0) * (spec.hidden_size or 0)
