@@ -34,6 +34,8 @@ complete -c kvctl -n '__fish_seen_subcommand_from size' -l cb-max-memory-percent
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l enforce-eager -l no-enforce-eager -d 'Capture no CUDA graphs'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l cuda-graph-sizes -l cudagraph-capture-sizes -x -d 'Batch sizes that CUDA graphs are captured for'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l enable-chunked-prefill -l no-enable-chunked-prefill -d 'Whether prompts are cut into batches'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -l cpu-offload-gb -x -d 'Weights of each GPU that stay in host memory'
+complete -c kvctl -n '__fish_seen_subcommand_from size' -s ngl -l gpu-layers -l n-gpu-layers -x -d 'Layers on the GPUs, with their part of the cache'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l enable-attention-dp -l enable-dp-attention -d 'Every rank keeps whole heads, for requests of its own'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l max-tokens -l max-total-tokens -x -d 'Tokens of the cache at most'
 complete -c kvctl -n '__fish_seen_subcommand_from size' -l max-attention-window -x -d 'Tokens that layers keep, repeated over the layers'

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 class Serving(Record):
@@ -95,6 +98,10 @@ class Serving(Record):
     async_batching: bool | None = None
     batch: int | None = None
     """Tokens of a logical batch; `ubatch` are those of a physical one."""
+    gpu_layers: int | None = None
+    """Layers that are offloaded to GPUs; None is all."""
+    cpu_offload: int | None = None
+    """Bytes of each rank's weights that stay in host memory."""
     kv_on_host: bool = False
     """Whether the cache stays in the host's memory."""
     slot_limit: int | None = None
@@ -139,6 +146,25 @@ class Part(Record):
     """Whether a rule of thumb gives it, and not the engine's own arithmetic."""
     rule: str
     """One plain sentence that says how it comes about, with its numbers."""
+
+
+class Place(Record):
+    """What of a model lies on one of several devices, where whole layers are divided over them."""
+
+    weights: int
+    share: Fraction
+    """Of the cache: the device's part of the layers that have one."""
+    layers: int
+    head: bool
+
+
+class Shortage(Record):
+    """What runs short where an engine takes a share of the memory: too small and too large a share are opposite mistakes."""
+
+    when: str
+    """start: no cache is left beside the weights; run: a step's activations have no room."""
+    message: str
+    hint: str
 
 
 class _Row(Record):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvctl.allocation import Allocation, Part, Serving
+from kvctl.allocation import Allocation, Part, Serving, Shortage
 from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.ranks import Hardware, Layout, layout
 from kvctl.record import Record
@@ -65,7 +65,7 @@ def room_for(
     elif (info is None or info.bytes is None) and serving.kv_budget is not None:
         weights = (0,)  # the cache's own questions have an answer
         guesses.append("weights: not known, nothing is counted for them")
-    elif info is None or info.bytes is None:
+    elif info is None or info.bytes is None:  # nothing is assumed beside a budget
         raise ConfigError(f"{spec.id}: how much its weights take is not known",
                           hint="a folder or a repository with the weights says it; --kv-budget asks about the cache alone")  # fmt: skip
     elif info.per_rank is not None and engine.splits:
@@ -74,9 +74,9 @@ def room_for(
             guesses.append("weights: cut over ranks as vLLM cuts them")
     elif engine.slots:
         free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
-        places = engine.memory.places(spec, info.bytes, free)  # type: ignore[union-attr]
+        places = engine.memory.places(spec, info.bytes, free, laid.serving.gpu_layers)  # type: ignore[union-attr]
         weights = tuple(place.weights for place in places)
-        if count > 1:
+        if count > 1 or laid.serving.gpu_layers is not None:
             shares = tuple(place.share for place in places)
             more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
             guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
@@ -84,6 +84,13 @@ def room_for(
         weights = (-(-info.bytes // count),) * count
         if count > 1:
             guesses.append(f"weights: an equal share of {format_bytes(info.bytes)} for each GPU")
+    if laid.devices[0].unified and engine.splits and laid.devices[0].kind == "gpu":
+        # spark-vllm-docker#396: 22.5 and 28.74 GiB on two GB10, 15 GiB less than all else explains.
+        guesses.append("unified memory: what the machine itself holds comes off; a published start had 15 GiB less")
+    if laid.serving.cpu_offload is not None:
+        weights = tuple(max(0, size - laid.serving.cpu_offload) for size in weights)
+    if info is not None and info.source.startswith("estimated: ") and spec.provenance.source != "shape":
+        guesses.append("weights: " + info.source.removeprefix("estimated: "))
     return info, Room(spec, engine, dtype.bytes, laid, hardware, weights, shares, held, tuple(guesses), more)
 
 
@@ -221,20 +228,26 @@ class Room:
         else:
             kv = (need,) * len(ranks)
         short = _shortage(budget, need, each, allocation, context)
-        why = self._refusal(ranks, budget, poorest, allocation) or short
+        if allocation is not None and allocation.held is not None and not short:
+            # What pools have for padding beside their budget is none of the workload's.
+            kv = tuple(min(size, max(rank.budget, 0)) for size, rank in zip(kv, ranks, strict=True))
+        why = (
+            self._refusal(ranks, budget, poorest, allocation)
+            or short
+            or self._plan_refusal(allocation, ranks[poorest], context)
+        )
         told_budget = self.laid.serving.kv_budget is not None
         return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))
 
     def _started(self, context: int) -> Serving:
         """The engine's options, with what it chooses for the first device."""
-        choose, device = getattr(self.engine.memory, "started", None), self.laid.devices[0]
-        if choose is None or self.laid.serving.device == "cpu":
+        memory, device = self.engine.memory, self.laid.devices[0]
+        if memory is None or self.laid.serving.device == "cpu":
             return self.laid.serving
-        started: Serving = choose(
+        return memory.started(
             self.spec, self.laid.serving, device_bytes=device.cuda_bytes, gpu_name=device.name,
             version=self.engine.version, context=context,
         )  # fmt: skip
-        return started
 
     def _budget(self, ranks: tuple[Rank, ...], context: int, sequences: int) -> tuple[int, int]:
         """The memory for the cache that all ranks together allow, and the rank that allows least."""
@@ -264,12 +277,14 @@ class Room:
         rank = ranks[poorest]
         free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
         where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
-        if rank.device.free_bytes is not None and (says := getattr(self.engine.memory, "start_refusal", None)):
-            refusal: str | None = says(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
+        if rank.device.free_bytes is not None and (memory := self.engine.memory) is not None:
+            refusal = memory.start_refusal(free, rank.device.cuda_bytes, self.laid.serving, self.engine.version)
             if refusal:
                 return refusal
         if rank.weights >= free:
             return f"weights of {format_bytes(rank.weights)} are more than the {format_bytes(free)} of {where}"
+        if budget <= 0 and (short := self.shortage(rank)) is not None and short.when == "start":
+            return f"{short.message}; {short.hint}"
         if budget <= 0:
             return (f"weights of {format_bytes(rank.weights)} and {format_bytes(rank.taken - rank.weights)} beside them "
                     f"leave no memory for the cache on {where}")  # fmt: skip
@@ -279,13 +294,39 @@ class Room:
                     f"{format_bytes(free)} of {where}")  # fmt: skip
         return ""
 
-    def left_words(self, device: Device) -> str:
+    def _plan_refusal(self, allocation: Allocation | None, rank: Rank, context: int) -> str:
+        """Why an engine whose cache would do refuses to start; empty where it starts."""
+        memory = self.engine.memory
+        if memory is None or allocation is None or self.laid.serving.device == "cpu":
+            return ""
+        found = memory.plan_refusal(
+            allocation, self.spec, self.laid.serving, device_bytes=rank.device.cuda_bytes, gpu_name=rank.device.name,
+            version=self.engine.version, context=context,
+        )  # fmt: skip
+        return found or ""
+
+    def shortage(self, rank: Rank) -> Shortage | None:
+        """What an engine that is told a share of the memory will run short of, and when; None where it is nothing."""
+        memory, device = self.engine.memory, rank.device
+        if memory is None or self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
+            return None
+        free = device.cuda_bytes if device.free_bytes is None else device.free_bytes
+        before = free - sum(part.bytes for part in rank.parts if part.name == "runtime")
+        return memory.shortage(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
+                               device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
+
+    def plain_warnings(self, context: int, sequences: int, serving: Serving) -> tuple[str, ...]:
+        """What an engine's plan warns of without a budget."""
+        started = self._started(context)
+        _, allocation = self.held(context, sequences, serving.replace(max_batched=started.max_batched))
+        return allocation.warnings if allocation is not None else ()
+
+    def left_words(self) -> str:
         """Why the engine leaves memory alone."""
-        says = getattr(self.engine.memory, "left", None)
-        if says is not None and self.laid.serving.kv_budget is None:
-            words: str = says(self.laid.serving, self.engine.version)
-            return words
-        return "nothing asks for it"
+        memory = self.engine.memory
+        if memory is None or self.laid.serving.kv_budget is not None:
+            return "nothing asks for it"
+        return memory.left(self.laid.serving, self.engine.version)
 
     # -- how much more ------------------------------------------------------------------------
 
@@ -379,11 +420,13 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")
         parts.append(Part("in use", used, False, rule))
     if left > used:
-        parts.append(Part("left free", left - used, False, room.left_words(rank.device)))
+        parts.append(Part("left free", left - used, False, room.left_words()))
     if left < 0 and pool and rank.budget > kv:
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))
     overhead = sum(part.bytes for part in parts)
+    short = room.shortage(rank)
+    notes = room.laid.notes + ((f"{short.message}: {short.hint}",) if short is not None and short.when == "run" else ())
     longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
     return Fit(
         fits=load.fits,
@@ -403,10 +446,10 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
         parts=tuple(parts),
         ranks=tuple(
             RankFit(index, one.device.name, one.device.cuda_bytes, one.weights, load.kv[index],
-                    one.taken - one.weights, one.budget - load.kv[index])
+                    one.device.cuda_bytes - one.weights - one.budget, one.budget - load.kv[index])
             for index, one in enumerate(load.ranks)
         ),
-        notes=room.laid.notes,
+        notes=notes,
     ), load.allocation  # fmt: skip
 
 

@@ -45,6 +45,15 @@ def read_cache_format(text: str, option: str, engine: Engine) -> CacheFormat | N
     return None if text.lower() == "auto" else engine.kv_dtype(text, option)
 
 
+_QUANTIZATIONS = {"fp8": "fp8", "ptpc_fp8": "fp8-channel", "fbgemm_fp8": "fp8-channel", "bitsandbytes": "nf4", "awq": "awq",
+                  "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "mxfp4": "mxfp4"}  # fmt: skip
+"""vLLM's and SGLang's words for formats of weights."""
+
+
+def _is_gguf(spec: ModelSpec) -> bool:
+    return spec.weights is not None and "GGUF" in spec.weights.source
+
+
 class Asked(Record):
     """What a run asks of engines: its own options and those of a pasted command line, brought together."""
 
@@ -66,6 +75,8 @@ class Asked(Record):
     overrides: Mapping[str, Any]
     flags: tuple[Given, ...]
     notes: tuple[str, ...]
+    weights: str = ""
+    """What a pasted command line says of the weights' format: its own word, or the name of a GGUF file."""
 
     def serving(self, engine: Engine, *, strict: bool) -> Serving:
         """How one engine is started."""
@@ -142,6 +153,20 @@ class Asked(Record):
             )
         found = [self.find(name, source) for name in names]
         return [build_spec(one, self.overrides, checked=not self.pasted) for one in found]
+
+    def weights_format(self, specs: Sequence[ModelSpec]) -> str | None:
+        """The format of weights that a pasted command line names, where the models' own files do not have it."""
+        if not self.weights or any("quantization_config" in spec.config or _is_gguf(spec) for spec in specs):
+            return None
+        from kvctl.weight_formats import GGUF_BITS
+
+        word = self.weights.lower()
+        if word in _QUANTIZATIONS:
+            return _QUANTIZATIONS[word]
+        import re
+
+        found = [name for name in GGUF_BITS if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9_])", word)]
+        return max(found, key=len) if found else None
 
     def find(self, name: str, source: str | None) -> Found:
         """A model's configuration; for one that a pasted command line names, how to name another."""
@@ -240,6 +265,7 @@ def read_asked(
         fit_length=own.contexts is None and length.lower() in ("auto", "-1"),
         dtype=own.dtype or read_dtype(said.get("dtype", "auto")),
         kv_dtypes=kv,
+        weights=said.get("weights", "") or pasted.model or "",
         overrides={**commandline.overrides_of(said.get("overrides")), **own.overrides},
         flags=(*(item for item in pasted.flags if item.flag.field not in taken), *flags),
         notes=tuple(notes),
@@ -264,6 +290,10 @@ def read_hardware(
     if solve is not None and solve not in SOLVES:
         raise UsageError(f"--solve: unknown {solve[:40]!r}", hint="one of " + ", ".join(SOLVES))
     measured = parse_bytes(overhead, what="--measured-overhead") if overhead is not None else None
+    if overhead is not None and measured is not None and measured < 1024 and overhead.strip().isdigit():
+        raise UsageError(
+            f"--measured-overhead: {overhead.strip()} bytes are nothing", hint=f"did you mean {overhead.strip()}GiB?"
+        )
     devices = read_gpus(gpu)
     kinds = {device.name for device in devices}
     name = (
@@ -402,17 +432,24 @@ def complete_workloads(incomplete: str) -> list[str]:
 
 
 def complete_gpus(incomplete: str) -> list[str]:
-    """GPU names of the table that start so, after a count and earlier names."""
+    """GPU names of the table that start so, after a count and earlier names; as they are typed (rtx4090, RTX-4090)."""
     import re
 
     from kvctl.hardware import table
 
-    head, _, last = incomplete.rpartition(",")
-    times = re.match(r"\d+x", last)
-    before = (head + "," if head else "") + (times[0] if times else "")
-    typed = table.key(last[times.end() if times else 0 :])
-    names = ["local", "cpu", *(card.name.replace(" ", "-") for card in table.cards())]
-    return [before + name for name in names if table.key(name).startswith(typed)]
+    times = re.match(r"(.*,)?(\d+x)?", incomplete)
+    before = times[0] if times is not None else ""
+    typed = incomplete[len(before) :]
+    names = ["local", "cpu"]
+    for card in table.cards():
+        names += [card.name.replace(" ", sign) for sign in ("-", "")]
+        names += [name.replace(" ", "-") for name in card.aliases]
+    names += [name.partition("GeForce")[2].lstrip("-") for name in names if name.startswith("GeForce")]
+    # One spelling of a card is enough while none is being typed.
+    plain = [name for name in names if typed or "-" in name or name in ("local", "cpu")]
+    return [
+        before + typed + name[len(typed) :] for name in dict.fromkeys(plain) if name.lower().startswith(typed.lower())
+    ]
 
 
 def complete_models(incomplete: str) -> list[str]:

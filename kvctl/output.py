@@ -58,9 +58,10 @@ def emit_size(report: SizeReport, form: str, *, quiet: bool = False) -> None:
     if form == "json":
         _json(report.to_dict())
     elif form == "csv":
-        _csv(_size_rows(report))
+        _csv(_aside_rows(report) or _size_rows(report))
     elif form == "md":
-        _markdown(report)
+        rows = _aside_rows(report)
+        _markdown_rows(rows) if rows else _markdown(report)
     else:
         from kvctl.screen import print_size
 
@@ -259,7 +260,36 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
     return rows
 
 
+def _aside_rows(report: SizeReport) -> list[dict[str, Any]]:
+    """Rows of a log that is explained, or of a replay: what was asked for in place of sizes."""
+    if report.log is not None:
+        names = ("line", "name", "said", "low", "high", "agrees", "difference", "cause")
+        return [{name: getattr(row, name) for name in names} for row in report.log.rows]
+    return [
+        {"model": result.model.id, "engine": result.engine, "context": result.context} | policy.to_dict()
+        for result in report.results
+        if result.replay is not None
+        for policy in result.replay.policies
+    ]
+
+
 # -- Markdown --------------------------------------------------------------------------------
+
+
+def _markdown_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Plain rows, the first one's keys as the header; long ones stand upright."""
+    if len(rows[0]) > 10:
+        print("| | " + " | ".join(str(row["policy"]) for row in rows) + " |")
+        print("|---|" + "---:|" * len(rows))
+        for name in rows[0]:
+            if name != "policy":
+                print(f"| {name} | " + " | ".join(one_line(str(row[name])) for row in rows) + " |")
+        return
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        cells = (one_line("" if value is None else str(value)).replace("|", "\\|") for value in row.values())
+        print("| " + " | ".join(cells) + " |")
 
 
 def _markdown(report: SizeReport) -> None:

@@ -250,3 +250,20 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,
 }
+
+
+_PUBLISHED_AS = {"deepseek_v3": "fp8-block", "deepseek_v32": "fp8-block", "gpt_oss": "mxfp4"}
+"""What the makers of a model type publish its checkpoints in, where that is no plain dtype."""
+_MANY_WAYS = frozenset((
+    "bitnet", "deepseek_ref", "deepseek_v4", "glm5_next_text", "grok-1", "kimi_k2", "kimi_k25", "longcat_flash", "mimo_v2",
+    "minimax_m2", "minimax_m3_vl_text", "step3p7",
+))  # fmt: skip
+"""Types that are published in 8 or 4 bits, in more than one way or one that is not written here."""
+_NAMED = re.compile(r"fp[48]|int[48]|awq|gptq|bnb|[48]-?bit|w\d+a\d+|gguf|exl\d|quant", re.IGNORECASE)
+
+
+def usual_storage(model_type: str, name: str, dtype: str) -> str | None:
+    """The format of weights that a model of this type and name is published in, where no source says it; None: no guess."""
+    if model_type in _MANY_WAYS or _NAMED.search(name):
+        return None
+    return dtype if re.search(r"bf16|fp16", name, re.IGNORECASE) else _PUBLISHED_AS.get(model_type, dtype)

@@ -159,6 +159,7 @@ class Fit(Record):
                  "max_concurrency", "bottleneck_rank", "kv_budget_bytes", "capacity_tokens")  # fmt: skip
         out: dict[str, Any] = {name: getattr(self, name) for name in names}
         return out | {
+            "close": self.close,
             "estimated": list(self.estimated),
             "why": self.why or None,
             "advice": list(self.advice),

@@ -117,10 +117,6 @@ def _replayed(screen: Screen, result: SizeResult) -> None:
     from kvctl.screen_replay import print_replay
 
     screen.line(one_line(f"{result.model.id}: at most {result.context:,} tokens each, {engine_words(result)}"), "bold")
-    if result.fit is not None:
-        from kvctl.screen_fit import print_verdict
-
-        print_verdict(screen, result)
     print_replay(screen, result)
 
 
@@ -134,7 +130,10 @@ def _fact_lines(screen: Screen, facts: Sequence[tuple[str, str, str]]) -> None:
 
 
 def _log(screen: Screen, result: SizeResult) -> None:
-    if result.allocation is not None and result.allocation.log:
+    too_long = (
+        result.fit is not None and result.model.max_context is not None and result.context > result.model.max_context
+    )
+    if result.allocation is not None and result.allocation.log and not too_long:
         screen.line()
         screen.line("its log will say", "bold")
         for line in result.allocation.log:
@@ -282,42 +281,42 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
     results = [result for group in groups for result in group]
     first = results[0]
     names = _display_names(results)
-    stacked = max(len(group) for group in groups) > 1
+    stacked = max(len(group) for group in groups) > 1 or len({result.context for result in results}) > 1
     fixed = any(result.kv_bytes_fixed for result in results)
     where = "" if stacked else f"{first.context:,} tokens × "
     formats = {format_words(result) for result in results}
     cache = f", {formats.pop()} cache" if len(formats) == 1 else ""
-    screen.line(
-        f"{where}{copies_words(first)}{cache}, engine {engine_words(first)}; +1 token is for each sequence", "bold"
-    )
     largest = max(result.kv_bytes for result in results)
     longest = 0 if stacked else max(len(name) for name in names.values())
     planned = first.allocation is not None
     fitted = first.fit is not None
+    screen.line(
+        f"{where}{copies_words(first)}{cache}, engine {engine_words(first)}"
+        + ("" if fitted else "; +1 token is for each sequence"),
+        "bold",
+    )
     room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned - 48 * fitted)
 
     def cells(result: SizeResult) -> list[str]:
         row = [f"{result.context:,}" if stacked else names[_key(result)], format_bytes(result.kv_bytes)]
+        # The weights are the same at every context: once is enough.
+        weights = _weights(result) if not stacked or result is heads[_key(result)] else ""
+        if fitted:
+            return [*row, weights, *fit_cells(result)]
         if planned:
             row.append(reserved_words(result))
         row.append(format_bytes(result.kv_bytes_per_token))
         if fixed:
             row.append(format_bytes(result.kv_bytes_fixed))
-        # The weights are the same at every context: once is enough.
-        row.append(_weights(result) if not stacked or result is heads[_key(result)] else "")
-        return [*row, *fit_cells(result)] if fitted else row
+        return [*row, weights]
 
     heads = {_key(group[0]): group[0] for group in groups}
     reserved = ["reserved"] if planned else []
-    head = [
-        "context" if stacked else "model",
-        "KV cache",
-        *reserved,
-        "+1 token",
-        *(["fixed"] if fixed else []),
-        "weights",
-        *(("fits", "headroom", "longest", "at once") if fitted else ()),
-    ]
+    first_column = "context" if stacked else "model"
+    if fitted:
+        head = [first_column, "KV cache", "weights", *_FITS]
+    else:
+        head = [first_column, "KV cache", *reserved, "+1 token", *(["fixed"] if fixed else []), "weights"]
     rows: list[Row] = [(head, None, "dim")]
     for group in groups:
         if stacked:
@@ -340,19 +339,18 @@ def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
         totals = [_in_memory(result) for result in answers]
         holds = any(result.allocation and result.allocation.capacity_tokens is not None for result in answers)
         fitted = any(result.fit for result in answers)
-        more = ("fits", "headroom", "longest", "at once") if fitted else ("budget holds",) if holds else ()
-        rows: list[Row] = [(("engine", "format", "in memory", "bytes", *more), None, "dim")]
+        more = ("bytes", "budget holds") if holds and not fitted else _FITS if fitted else ("bytes",)
+        rows: list[Row] = [(("engine", "format", "in memory", *more), None, "dim")]
         room = min(16, screen.console.width - 60 - 20 * holds - 30 * fitted)
         for result, total in zip(answers, totals, strict=True):
             ranks = len(result.allocation.per_rank) if result.allocation else 1
             each = f"{ranks} × " if ranks > 1 else ""
-            cells = [engine_words(result), format_words(result), each + format_bytes(total), f"{each}{total:,}"]
-            if fitted:
-                cells += fit_cells(result)
-            elif holds:
+            cells = [engine_words(result), format_words(result), each + format_bytes(total)]
+            cells += fit_cells(result) if fitted else [f"{each}{total:,}"]
+            if holds and not fitted:
                 cells.append(capacity_words(result.allocation))
             rows.append((cells, bar(total, max(totals), room) if room >= 6 else None, ""))
-        screen.table("llrr" + "r" * len(more), rows, bold=2)
+        screen.table("llr" + "r" * len(more), rows, bold=2)
         for result in answers:
             for reason in result.allocation.reasons if result.allocation else ():
                 screen.line(Text.assemble((f"{result.engine}: ", "dim"), reason), indent=len(result.engine) + 2)
@@ -366,6 +364,8 @@ def _in_memory(result: SizeResult) -> int:
 def _weights(result: SizeResult) -> str:
     return "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes)
 
+
+_FITS = ("fits", "headroom", "longest", "at once")
 
 Key = tuple[str, str, str]
 """Id, place and cache format: what a group of contexts has in common."""

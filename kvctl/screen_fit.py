@@ -12,7 +12,8 @@ from kvctl.words import device_words, one_line, share_words, signed_bytes, unico
 _STYLES = {"weights": "blue", "KV cache": "cyan", "headroom": "green", "left free": "bright_black",
            "in use": "red"}  # fmt: skip
 _OVERHEAD = ("magenta", "yellow", "bright_magenta", "bright_yellow")
-_MARKS = "█▓▒░"
+_MARKS = {"weights": "█", "KV cache": "▓", "headroom": "░", "left free": "·", "in use": "✕"}
+_OTHER_MARKS = "▒▚▤▩▞▥"
 _LETTERS = {"weights": "W", "KV cache": "K", "headroom": ".", "left free": "-", "in use": "x"}
 
 
@@ -39,28 +40,45 @@ def print_fit(screen: Screen, result: SizeResult) -> None:
     for name, size, style, mark, rule in parts:
         rows.append(((mark, name, signed_bytes(size),
                       share_words(max(size, 0), fit.device_bytes)), Text(one_line(rule), style="dim"), style))  # fmt: skip
+    if fit.headroom_bytes < 0:
+        edge = "│" if unicode_output() else "|"
+        missing = share_words(-fit.headroom_bytes, fit.device_bytes)
+        rows.append(((edge, "missing", format_bytes(-fit.headroom_bytes), missing),
+                     Text("what lies behind the end of the memory", style="dim"), "bold red"))  # fmt: skip
     _list(screen, rows)
+    if len({rank.headroom_bytes for rank in fit.ranks}) > 1:
+        screen.line()
+        _ranks(screen, fit)
     screen.line()
     for name, value in _more(result, fit):
         screen.line(Text.assemble((name.ljust(18), "dim"), one_line(value)), indent=18)
 
 
+def _ranks(screen: Screen, fit: Fit) -> None:
+    """A row for every rank, where they differ."""
+    rows: list[Row] = [(("rank", "device", "weights", "KV cache", "headroom"), None, "dim")]
+    for rank in fit.ranks:
+        cells = (str(rank.rank), one_line(rank.device), format_bytes(rank.weights_bytes), format_bytes(rank.kv_bytes),
+                 signed_bytes(rank.headroom_bytes))  # fmt: skip
+        rows.append((cells, None, "red" if rank.headroom_bytes < 0 else ""))
+    screen.table("rlrrr", rows)
+
+
 def _parts(fit: Fit) -> list[tuple[str, int, str, str, str]]:
     """Name, bytes, style, mark and words of every part of the device."""
-    weights = next((words for words in fit.estimated if words.startswith("weights: ")), "")
-    rows = [("weights", fit.weights_bytes, f"estimated {weights.partition(': ')[2]}" if weights else ""),
+    weights = "; ".join(words.partition(": ")[2] for words in fit.estimated if words.startswith("weights: "))
+    rows = [("weights", fit.weights_bytes, f"estimated: {weights}" if weights else ""),
             ("KV cache", fit.kv_bytes, "of this workload")]  # fmt: skip
     rows += [(part.name, part.bytes, ("estimated: " if part.estimated else "") + part.rule) for part in fit.parts]
-    rows.append(
-        ("headroom", fit.headroom_bytes, "for more tokens or requests" if fit.headroom_bytes >= 0 else "missing")
-    )
+    if fit.headroom_bytes >= 0:
+        rows.append(("headroom", fit.headroom_bytes, "for more tokens or requests"))
     out = []
     spare = iter(_OVERHEAD)
-    letters = iter("agrstuv")
-    for index, (name, size, rule) in enumerate(rows):
+    letters, others = iter("agrstuv"), iter(_OTHER_MARKS)
+    for name, size, rule in rows:
         style = _STYLES.get(name) or next(spare, "magenta")
         if unicode_output():
-            mark = "░" if name in ("left free", "headroom") else _MARKS[index % 3]
+            mark = _MARKS.get(name) or next(others, "▒")
         else:
             mark = _LETTERS.get(name) or next(letters, "o")
         out.append((name, size, style, mark, rule))
@@ -118,8 +136,13 @@ def _more(result: SizeResult, fit: Fit) -> list[tuple[str, str]]:
                 f"{format_bytes(fit.kv_budget_bytes)} on the rank that decides, {fit.capacity_tokens:,} tokens",
             )
         )
+    if result.allocation is not None and fit.fits:
+        rows += [
+            ("all is reserved", reason) for reason in result.allocation.reasons if "--kv-cache-memory-bytes" in reason
+        ]
     for index, words in enumerate(fit.advice):
-        rows.append(("it fits with" if not index else "or", words))
+        checkpoint = " (a checkpoint so quantised)" if "--weights-dtype" in words else ""
+        rows.append(("it fits with" if not index else "or", words + checkpoint))
     if not fit.fits and not fit.advice:
         rows.append(("it fits with", "nothing that was tried: a smaller format, fewer tokens, up to 16 such GPUs"))
     return rows

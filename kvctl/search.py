@@ -26,6 +26,11 @@ def largest(holds: Callable[[int], bool], guess: int, most: int, block: int = 1)
         low = max(low, 0)
     if high - low > 1 and not holds(low + 1):
         return low  # one more token would be one more block
+    return last(holds, low, high)
+
+
+def last(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The last number that holds, where `low` is taken to hold and `high` not to; neither is asked."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

@@ -98,6 +98,8 @@ class Question(Record):
 
 def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     """What of an answer does not depend on the context."""
+    if plan.hardware is not None:
+        spec = _completed(spec)
     warnings = list(plan.notes)
     by_request = plan.engine.by_request(plan.serving)
     if by_request and plan.beams > 1:
@@ -153,6 +155,20 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     return Question(spec, plan, dtype, fmt, weights, room, tuple(warnings), tuple(late))
 
 
+def _completed(spec: ModelSpec) -> ModelSpec:
+    """The model with a width that its configuration lacks, where the published number of parameters tells it."""
+    if spec.whole or spec.weights is None or spec.weights.parameters is None:
+        return spec
+    from kvctl.parameters import infer
+
+    found = infer.completed(spec.config, spec.weights.parameters)
+    if found is None:
+        return spec
+    config, what = found
+    note = f"{what} follows from the published {spec.weights.parameters:,} parameters"
+    return spec.replace(config=config, notes=(*spec.notes, note))
+
+
 def answers(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
     """A result for every context of the plan."""
     asked = prepare(spec, plan)
@@ -185,7 +201,12 @@ def answer(asked: Question, context: int) -> SizeResult:
         if plan.serving.utilization is not None and allocation.kv_budget_bytes is None and asked.room is None:
             warnings.append(f"a share of {plan.serving.utilization:g} of a GPU's memory leaves the cache what weights and "
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
-        warnings += allocation.warnings
+        if asked.room is not None and plan.serving.kv_budget is None:
+            # What a budget is short of is the fit's to say.
+            untold = plan.serving.replace(encoder=work.encoder, utilization=None)
+            warnings += asked.room.plain_warnings(work.context, plan.sequences, untold)
+        else:
+            warnings += allocation.warnings
     warnings += asked.late_warnings
     shared_copies = plan.sequences if engine.beams_share_cross else copies
     totals: dict[tuple[str, int], list[int]] = {}
@@ -259,10 +280,27 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
         return WeightsInfo(spec.weights.bytes, spec.weights.parameters, spec.weights.source, _stored_in(spec))
     from kvctl import weigh
 
+    _check_weights_dtype(plan)
     if plan.serving.speculative is not None:
         warnings.append("weights on each rank are without those that draft")
     on_hardware = plan.hardware is not None and plan.engine.splits
-    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware)
+    assume = plan.hardware is not None and plan.serving.kv_budget is None and spec.provenance.source != "shape"
+    return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware, assume=assume)
+
+
+def _check_weights_dtype(plan: SizePlan) -> None:
+    """Refuses formats of weights that the engine does not load."""
+    from kvctl.weight_formats import GGUF_BITS, weight_format
+
+    name, engine = plan.weights_dtype, plan.engine
+    if name is None or (name.lower() in GGUF_BITS and (engine.slots or not engine.plans)):
+        return
+    if engine.slots and weight_format(name).pack is not None:
+        raise UsageError(f"--weights-dtype {name}: {engine.name} loads GGUF files",
+                         hint="one of " + ", ".join(GGUF_BITS) + ", fp16, bf16")  # fmt: skip
+    if name.lower() in GGUF_BITS:
+        raise UsageError(f"--weights-dtype {name}: a format of GGUF files, which {engine.name} does not keep",
+                         hint="--engine llama.cpp or ollama")  # fmt: skip
 
 
 def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvctl.errors import ExitCode, KvctlError, UsageError
-from kvctl.reports import SizeResult
+from kvctl.reports import Fit, SizeResult
 from kvctl.size import SizePlan, answer, answers, contexts_for, prepare
 from kvctl.spec import ModelSpec
-from kvctl.units import plural
 
 _MOST_GPUS = 64
 _SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt-llm": "fp8", "llama.cpp": "q8_0",
@@ -19,6 +18,12 @@ _SMALLER_CACHE = {"ideal": "fp8", "vllm": "fp8", "sglang": "fp8_e4m3", "tensorrt
 
 _SHARES = {"vllm": ("--gpu-memory-utilization", 0.95), "sglang": ("--mem-fraction-static", 0.88)}
 """More of the memory than engines take without being told; what is left is tight for what they do not count."""
+_SMALLER_WEIGHTS = {"llama.cpp": ("q8_0", "q4_k_m"), "ollama": ("q4_k_m",), "transformers": ("nf4",)}
+"""Formats of weights to try, where they are not fp8 and awq."""
+_LEAST_BITS = {"fp8": 8, "awq": 4, "nf4": 4, "q8_0": 8, "q4_k_m": 4}
+"""Bits of a weight in those: what is more than the devices have even so need not be tried."""
+_REQUESTS = 256
+"""Requests at once on GPUs of less than 70 GiB; larger ones take 1,024."""
 _FEW_TOKENS, _FEW_REQUESTS = 2048, 64
 """A batch that takes less for activations and graphs."""
 
@@ -31,6 +36,11 @@ class NoAnswer(KvctlError):
 
 def answers_on(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
     """A result for every context, or for the one that is solved for; with advice where the longest does not fit."""
+    default = getattr(plan.engine.memory, "default_context", None)
+    if plan.hardware is not None and plan.contexts is None and default is not None:
+        length = default([device.cuda_bytes for device in plan.hardware.devices], spec.max_context)
+        note = f"{plan.engine.name} takes {length:,} tokens on so much memory without being told; --ctx names others"
+        plan = plan.replace(contexts=(length,), notes=(*plan.notes, note))
     if plan.hardware is not None and plan.hardware.solve is not None:
         plan = solve(spec, plan, plan.hardware.solve)
     results = answers(spec, plan)
@@ -49,7 +59,11 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
 
     """
     if what == "ctx":
+        if plan.contexts is not None and len(plan.contexts) > 1:
+            raise UsageError("--solve ctx finds the length", hint="leave --ctx out, or --solve concurrency")
         return _longest(spec, plan)
+    if what == "concurrency" and plan.sequences > 1:
+        raise UsageError("--solve concurrency finds the number of requests", hint="leave --sequences out")
     if plan.contexts is not None and len(plan.contexts) > 1:
         raise UsageError(f"--solve {what} is for one context", hint="--ctx 32k")
     context = plan.contexts[0] if plan.contexts is not None else contexts_for(spec, plan)[-1]
@@ -61,10 +75,8 @@ def solve(spec: ModelSpec, plan: SizePlan, what: str) -> SizePlan:
             raise NoAnswer(
                 f"not one request of {context:,} tokens fits: {_why(result)}", hint=_hint(spec, plan, result)
             )
-        if plan.engine.slots:
-            raise UsageError(f"{plan.engine.name} holds {plural(result.fit.max_concurrency, 'request')} of {context:,} "
-                             "tokens", hint=f"--parallel {result.fit.max_concurrency} counts so many slots")  # fmt: skip
-        return _on_device(spec, plan.replace(sequences=result.fit.max_concurrency), context)
+        most = result.fit.max_concurrency
+        return _on_device(spec, plan.replace(sequences=most), context)
     return _fewest(spec, plan, context, what)
 
 
@@ -99,7 +111,9 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
     if what == "tp" and not plan.engine.splits:
         raise UsageError(f"{plan.engine.name} has no tensor parallelism", hint="--engine vllm, or --solve gpus")
     last: KvctlError | SizeResult | None = None
-    for count in range(1, _MOST_GPUS + 1):
+    assert plan.hardware is not None
+    most = len(plan.hardware.devices) if len(plan.hardware.devices) > 1 else _MOST_GPUS
+    for count in range(1, most + 1):
         tried = _on(plan, count, tensor=what == "tp")
         if tried is None:
             continue
@@ -112,7 +126,7 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
             return tried
         last = result
     why = _why(last) if isinstance(last, SizeResult) else last.message if last else "no number was tried"
-    raise NoAnswer(f"no number of GPUs up to {_MOST_GPUS} fits: {why}", hint="a shorter --ctx, a smaller --kv-dtype or --weights-dtype")  # fmt: skip
+    raise NoAnswer(f"no number of GPUs up to {most} fits: {why}", hint="a shorter --ctx, a smaller --kv-dtype or --weights-dtype")  # fmt: skip
 
 
 def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
@@ -142,51 +156,101 @@ def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ..
     if fit.max_context:
         tries.append((f"--ctx {fit.max_context}", plan, fit.max_context))
     if fit.max_concurrency and fit.max_concurrency < plan.sequences:
-        tries.append(
-            (f"--sequences {fit.max_concurrency}", plan.replace(sequences=fit.max_concurrency), result.context)
-        )
-    for words, changed, context in chain(tries, ((*change, result.context) for change in _changes(plan))):
+        changed = plan.replace(sequences=fit.max_concurrency)
+        tries.append((f"--sequences {fit.max_concurrency}", changed, result.context))
+    for words, changed, context in chain(
+        tries, ((*change, result.context) for change in _changes(plan, fit, result.weights_parameters))
+    ):
         if any(words.startswith(one) or words.endswith(one) for one in out):
             continue  # half of it is enough
-        try:
-            tried = answer(prepare(spec, changed), context)
-        except KvctlError:
-            continue
-        if tried.fit is not None and tried.fit.fits:
+        if _fits(spec, changed, context):
             out.append(words)
             if words.startswith("--gpu "):
                 break  # the fewest are enough
     return tuple(out)
 
 
-def _changes(plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:
+def _fits(spec: ModelSpec, plan: SizePlan, context: int) -> bool:
+    try:
+        room = prepare(spec, plan).room
+        return room is not None and room.load(context, plan.sequences).fits
+    except KvctlError:
+        return False
+
+
+def _changes(plan: SizePlan, fit: Fit, parameters: int | None) -> Iterator[tuple[str, SizePlan]]:
     """Ways to need less or to have more, in words and as plans."""
-    smaller = _SMALLER_CACHE.get(plan.engine.name)
-    cache = weights = None
+    cache = None
+    if fit.weights_bytes < fit.device_bytes:  # else nothing that leaves weights alone can help
+        for words, changed in _beside_weights(plan, fit):
+            cache = (words, changed) if words.startswith("--kv-dtype") else cache
+            yield words, changed
+    if plan.weights_dtype is None:
+        smaller = tuple(
+            name
+            for name in _SMALLER_WEIGHTS.get(plan.engine.name, ("fp8", "awq"))
+            if _LEAST_BITS[name] * (parameters or 0) < 8 * fit.device_bytes * len(fit.ranks)
+        )
+        for name in smaller:
+            yield f"--weights-dtype {name}", plan.replace(weights_dtype=name)
+        if cache is not None and smaller:
+            yield f"{cache[0]} --weights-dtype {smaller[-1]}", cache[1].replace(weights_dtype=smaller[-1])
+    yield from _more_gpus(plan, fit)
+
+
+def _beside_weights(plan: SizePlan, fit: Fit) -> Iterator[tuple[str, SizePlan]]:
+    """A smaller cache, a larger share of the memory, a smaller batch."""
+    name, serving = plan.engine.name, plan.serving
+    smaller = _SMALLER_CACHE.get(name)
     if smaller is not None and plan.key is None and plan.value is None:
         kind = plan.engine.kv_dtype(smaller, "--kv-dtype")
-        cache = plan.replace(key=kind, value=kind.values or kind)
-        yield f"--kv-dtype {smaller}", cache
-    told = _SHARES.get(plan.engine.name)
-    if told is not None and plan.serving.utilization is None and plan.serving.kv_budget is None:
-        option, share = told
-        yield f"{option} {share:g}", plan.replace(serving=plan.serving.replace(utilization=share))
-    if plan.engine.name == "vllm" and plan.serving.max_batched is None and plan.serving.max_sequences is None:
-        small = plan.serving.replace(max_batched=_FEW_TOKENS, max_sequences=_FEW_REQUESTS)
-        yield f"--max-num-batched-tokens {_FEW_TOKENS} --max-num-seqs {_FEW_REQUESTS}", plan.replace(serving=small)
-    if plan.weights_dtype is None and plan.engine.splits:
-        for name in ("fp8", "awq"):
-            weights = plan.replace(weights_dtype=name)
-            yield f"--weights-dtype {name}", weights
-    if cache is not None and weights is not None:
-        yield f"--kv-dtype {smaller} --weights-dtype awq", cache.replace(weights_dtype="awq")
-    hardware, serving = plan.hardware, plan.serving
-    if hardware is None or serving.tensor_parallel is not None or not hardware.name:
+        yield f"--kv-dtype {smaller}", plan.replace(key=kind, value=kind.values or kind)
+    if serving.kv_budget is not None:
         return
-    count = len(hardware.devices)
+    if (most := _most_that_is_free(plan)) is not None:
+        yield f"--gpu-memory-utilization {most:g}", plan.replace(serving=serving.replace(utilization=most))
+    elif name in _SHARES and serving.utilization is None:
+        option, share = _SHARES[name]
+        yield f"{option} {share:g}", plan.replace(serving=serving.replace(utilization=share))
+    if name == "vllm" and serving.max_sequences is None:
+        yield f"--max-num-seqs {_REQUESTS}", plan.replace(serving=serving.replace(max_sequences=_REQUESTS))
+    if name == "vllm" and serving.max_batched is None and serving.max_sequences is None:
+        small = serving.replace(max_batched=_FEW_TOKENS, max_sequences=_FEW_REQUESTS)
+        yield f"--max-num-batched-tokens {_FEW_TOKENS} --max-num-seqs {_FEW_REQUESTS}", plan.replace(serving=small)
+
+
+def _most_that_is_free(plan: SizePlan) -> float | None:
+    """The largest share of vLLM that the free memory of every device covers; None for devices that nobody measured."""
+    assert plan.hardware is not None
+    devices = plan.hardware.devices
+    if plan.engine.name != "vllm" or any(device.free_bytes is None for device in devices):
+        return None
+    from kvctl.engines.vllm.start import highest_utilization
+
+    return min(highest_utilization(device.free_bytes or 0, device.cuda_bytes) for device in devices)
+
+
+def _more_gpus(plan: SizePlan, fit: Fit) -> Iterator[tuple[str, SizePlan]]:
+    """The GPUs that are there and stay idle, or more of them."""
+    hardware, serving = plan.hardware, plan.serving
+    assert hardware is not None
+    there, device = len(hardware.devices), hardware.devices[0]
+    if device.kind == "cpu" or device.unified:
+        return  # one memory: there is no second of it to plug in
+    if plan.engine.splits and serving.tensor_parallel is not None:
+        ranks = there // (serving.pipeline_parallel or 1)
+        if ranks > serving.tensor_parallel:
+            yield f"--tensor-parallel-size {ranks}", plan.replace(serving=serving.replace(tensor_parallel=ranks))
+        return
+    whole = sum(rank.weights_bytes for rank in fit.ranks)
     for more in (2, 4, 8, 16):
-        if more > count and (tried := _on(plan, more)) is not None:
-            yield f"--gpu {more}x{hardware.name}", tried
+        if (
+            more > there
+            and hardware.name
+            and whole < more * fit.device_bytes
+            and (tried := _on(plan, more)) is not None
+        ):
+            yield f"--gpu {more}x{hardware.name.strip().replace(' ', '-')}", tried
 
 
 def _why(result: SizeResult) -> str:

@@ -301,7 +301,7 @@ class Layer(Record):
     note: str = ""
 
     def states_in(self, engine: str) -> tuple[LayerState, ...]:
-        """The states that `engine` keeps."""
+        """The states that `engine` keeps; "" is what the architecture needs."""
         return self.stored.get(engine, self.states) if self.stored else self.states
 
 
@@ -363,6 +363,10 @@ class ModelSpec(Record):
     cross_input: str = ""
     """What cross attention looks at: "encoder", "image", "audio", "external" (an encoder that
     is not part of this model), or "" without any."""
+
+    def keeps(self, *kinds: type, engine: str = "") -> bool:
+        """Whether any layer keeps a state of these kinds, by the architecture or as an engine has it."""
+        return any(isinstance(state, kinds) for layer, _ in self.groups for state in layer.states_in(engine))
 
     @cached_property
     def groups(self) -> tuple[tuple[Layer, int], ...]:

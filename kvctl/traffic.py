@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import KvctlError, SourceError, UsageError
 from kvctl.record import Record
+from kvctl.replay import PRESETS, Request, Setup, preset, read_trace, replay
 from kvctl.reports import SizeReport, SizeResult
+from kvctl.solve import NoAnswer
 
 if TYPE_CHECKING:
     from kvctl.ask import Plans
-    from kvctl.replay import Request
 
-WORKLOADS = ("chat", "rag", "agent", "code")
+WORKLOADS = tuple(PRESETS)
 _GROWING = ("full_attention", "latent_attention", "indexer")
+"""Kinds of state that take a row for every token."""
+_SLOWLY = "compressed_attention"
+"""One that takes a row for several tokens: part of the bytes a token, and of no block of its own."""
 _LARGEST_TOKENIZER = 256 * 2**20
 """Bytes of a tokenizer.json; those of 260,000 words have 35 MiB."""
 _USUAL_BLOCK = 16
@@ -50,15 +54,14 @@ def replayed(
         UsageError: several results, or no cache that grows.
 
     """
-    from kvctl.replay import Setup, replay
-
     if len(report.results) > 1:
-        raise UsageError("a replay is for one model, context, format and engine", hint="--ctx 32k")
+        raise UsageError(
+            "a replay is for one model, context, format and engine",
+            hint="--engine vllm" if plans.comparing else "--ctx 32k",
+        )
     (result,) = report.results
     block, size, capacity, notes = _pool(result)
     if traffic.workload is not None:
-        from kvctl.replay.presets import PRESETS
-
         mix = PRESETS[traffic.workload]
         notes.insert(0, f"{mix.name}: {mix.source}; assumed: {mix.assumed}")
     setup = Setup(
@@ -76,11 +79,7 @@ def replayed(
 
 def _requests(traffic: Traffic) -> Iterator[Request]:
     if traffic.trace is not None:
-        from kvctl.replay.trace import read_trace
-
         return read_trace(traffic.trace, _tokenizer(traffic.tokenizer))
-    from kvctl.replay.presets import preset
-
     assert traffic.workload is not None
     return preset(traffic.workload, traffic.requests, traffic.rate)
 
@@ -117,10 +116,10 @@ def _pool(result: SizeResult) -> tuple[int, int, int | None, list[str]]:
     plan, notes = result.allocation, []
     budget = result.fit.kv_budget_bytes if result.fit is not None else None
     if budget == 0:
-        raise UsageError(
+        raise NoAnswer(
             "there is no memory for the cache to replay in", hint="see the fit without --trace and --workload"
         )
-    fixed = [row for row in result.layers if row.kind not in _GROWING and row.bytes]
+    fixed = [row for row in result.layers if row.kind not in (*_GROWING, _SLOWLY) and row.bytes]
     if fixed:
         kinds = ", ".join(dict.fromkeys(row.kind.replace("_", " ") for row in fixed))
         notes.append(f"estimated: {kinds} take memory that does not grow with a request; the replay leaves it out")

@@ -7,6 +7,7 @@ import re
 from kvctl.errors import UsageError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+BINARY = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmM]?)")
 _TOKEN_FACTORS = {"": 1, "k": 1024, "m": 1024 * 1024}
@@ -73,7 +74,7 @@ def parse_token_list(text: str, *, what: str = "--ctx") -> tuple[int, ...]:
 
 def format_bytes(count: int) -> str:
     """Binary units, as GPUs count: 1 GiB is 2^30 bytes."""
-    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, size in BINARY:
         if count >= size:
             return f"{_number(count / size)} {unit}"
     return f"{count} B"

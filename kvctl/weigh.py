@@ -9,11 +9,16 @@ from kvctl.formats import DType
 from kvctl.reports import WeightsInfo
 from kvctl.spec import ModelSpec
 from kvctl.tensors import Tensor, without_drafts
+from kvctl.weight_formats import GGUF_BITS
 
 if TYPE_CHECKING:
     from kvctl.weights import Split
 
 RULES = "vllm 0.32"
+_FP8_BLOCK = 1006
+"""Bytes of 1,000 parameters so stored: DeepSeek-V3's 684,531,386,000 take 688,586,727,753 on the Hub, scales included."""
+_DRAFTING = frozenset(("deepseek_v3", "deepseek_v32"))
+"""Types whose checkpoints have a layer that drafts tokens."""
 # Names of unquantised dtypes in safetensors headers.
 _HEADER_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _FLOATS = frozenset(_HEADER_NAMES.values())
@@ -27,12 +32,13 @@ def weigh(
     warnings: list[str],
     *,
     by_rank: bool = False,
+    assume: bool = False,
 ) -> WeightsInfo | None:
     """The weights of `spec` in `what_if` (None: as they are), and on each rank of `split`.
 
     `split` is tensor and pipeline parallelism, whether experts are spread, data parallelism and the layers
     of each stage (empty: even); `dtype` is what the engine computes in; `by_rank` asks for what one rank loads where
-    there is only one, too. What cannot be told of ranks becomes a warning.
+    there is only one, too; `assume` takes a model's usual format where no source says how it is stored. What cannot be told of ranks becomes a warning.
 
     Raises:
         ConfigError: another format is asked for, and the parameters are not known.
@@ -43,10 +49,18 @@ def weigh(
     ranks = Split(*split)
     info: WeightsInfo | None
     tensors: tuple[Tensor, ...] | None
+    if what_if is not None and what_if.lower() in GGUF_BITS:
+        return _in_gguf(spec, dtype, what_if.lower())
     if what_if is not None:
         info, tensors = _in_format(spec, dtype, what_if, warnings)
     else:
         info, tensors = _as_they_are(spec, dtype, ranks.cuts or by_rank, warnings)
+        if assume and (info is None or info.bytes is None):
+            try:
+                info, tensors = _as_usual(spec, dtype)
+            except ConfigError as error:
+                raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
+                                  hint="--weights-dtype (fp8-block, awq, …) may say it, and a folder with the weights does; --kv-budget asks about the cache alone") from None  # fmt: skip
     if tensors is None or info is None or not (ranks.cuts or by_rank):
         return info
     try:
@@ -75,6 +89,17 @@ def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) ->
         f"{fmt.name}: {fmt.title}",
     )
     return info, tensors
+
+
+def _in_gguf(spec: ModelSpec, dtype: DType, name: str) -> WeightsInfo:
+    count = spec.weights.parameters if spec.weights is not None else None
+    if count is None:
+        from kvctl.parameters import parameters
+
+        count = sum(t.elements * t.count for t in parameters(spec.config, _HEADER_NAMES[dtype.name], whole=spec.whole))
+    bits = GGUF_BITS[name]
+    source = f"estimated: {count:,} parameters of {bits:.2f} bits, as Llama-3.1-8B has them in {name.upper()}"
+    return WeightsInfo(round(count * bits / 8), count, source, name, f"{name}: {bits:.2f} bits a parameter")
 
 
 def _as_they_are(
@@ -117,6 +142,45 @@ def _as_they_are(
     return info, tensors
 
 
+def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None]:
+    """The weights as such models are published, where nothing says how these are stored.
+
+    Raises:
+        ConfigError: that is not to be guessed, or not even their number is known.
+
+    """
+    from kvctl.quantization import usual_storage
+    from kvctl.weight_formats import convert, weight_format
+
+    published = spec.weights.parameters if spec.weights is not None else None
+    name = usual_storage(spec.model_type, spec.id, dtype.name)
+    if name is not None and published is None:
+        return _uncounted(spec, dtype, name)
+    if name is None or published is None:
+        raise ConfigError("how they are stored is not in the source")
+    source = f"estimated: {published:,} parameters as if stored in {name}; no source says how they are"
+    try:
+        tensors, _ = convert(_from_config(spec, dtype), weight_format(name))
+    except ConfigError:
+        if name not in (dtype.name, "fp8-block"):
+            raise
+        size = published * dtype.bytes if name == dtype.name else published * _FP8_BLOCK // 1000
+        return WeightsInfo(size, published, source, name), None
+    return WeightsInfo(sum(tensor.total for tensor in tensors), published, source, name), tensors
+
+
+def _uncounted(spec: ModelSpec, dtype: DType, name: str) -> tuple[WeightsInfo, tuple[Tensor, ...]]:
+    """The weights that a configuration implies where nobody published their number."""
+    from kvctl.parameters import parameters
+    from kvctl.weight_formats import convert, weight_format
+
+    plain = parameters(spec.config, _HEADER_NAMES[dtype.name], whole=False)
+    count = sum(tensor.elements * tensor.count for tensor in plain)
+    tensors, _ = convert(plain, weight_format(name))
+    source = f"estimated: {count:,} parameters by its configuration, as if stored in {name}; no source says either"
+    return WeightsInfo(sum(tensor.total for tensor in tensors), count, source, name), tensors
+
+
 def _from_config(spec: ModelSpec, dtype: DType) -> tuple[Tensor, ...]:
     """The parameters that the configuration implies, checked against a published count where it is no whole file."""
     from kvctl.parameters import parameters
@@ -129,7 +193,9 @@ def _from_config(spec: ModelSpec, dtype: DType) -> tuple[Tensor, ...]:
         return tensors
     counted = sum(tensor.elements * tensor.count for tensor in tensors)
     corrections = sum(t.elements * t.count for t in tensors if t.name.endswith("e_score_correction_bias"))
-    if published not in (counted, counted - corrections):
+    # A published count may have layers that draft tokens, which no engine loads without being told.
+    drafts = spec.model_type in _DRAFTING and published is not None and counted < published < 1.03 * counted
+    if published not in (counted, counted - corrections) and not drafts:
         known = "no parameter count is known" if published is None else f"the published count is {published:,}"
         raise ConfigError(
             f"the configuration is not the model's whole file: {counted:,} parameters follow from it, {known}"

@@ -195,6 +195,18 @@ _ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f
             "bnb-8bit": "int8", "llm.int8": "int8", "fp8-dynamic": "fp8-channel", "fp8_block": "fp8-block"}  # fmt: skip
 
 
+GGUF_BITS = {
+    "iq1_s": 2.0042, "iq1_m": 2.1460, "iq2_xxs": 2.3824, "iq2_xs": 2.5882, "iq2_s": 2.7403, "iq2_m": 2.9294,
+    "iq3_xxs": 3.2548, "iq3_xs": 3.4977, "iq3_s": 3.6606, "iq3_m": 3.7628, "iq4_xs": 4.4597, "iq4_nl": 4.6818,
+    "q2_k_s": 2.9697, "q2_k": 3.1593, "q3_k_s": 3.6429, "q3_k_m": 3.9960, "q3_k_l": 4.2979, "q4_k_s": 4.6672,
+    "q4_k_m": 4.8944, "q5_k_s": 5.5704, "q5_k_m": 5.7036, "q6_k": 6.5633, "q8_0": 8.5008,
+}  # fmt: skip
+"""Bits a parameter of GGUF files, all tensors together, as Llama-3.1-8B has them: llama.cpp tools/quantize/README.md.
+
+Which tensor gets which type depends on the model and on who made the file: other models are some per cent off.
+"""
+
+
 def weight_format(name: str) -> WeightFormat:
     """A format by name; unknown names list what there is."""
     fmt = _BY_NAME.get(_ALIASES.get(name.lower(), name.lower()))

@@ -95,7 +95,8 @@ def fit_cells(result: SizeResult) -> tuple[str, str, str, str]:
     if fit is None:
         return "", "", "", ""
     longest = "any" if fit.max_context is None else f"{fit.max_context:,}"
-    return "yes" if fit.fits else "no", signed_bytes(fit.headroom_bytes), longest, f"{fit.max_concurrency:,}"
+    fits = ("barely" if fit.close else "yes") if fit.fits else "no"
+    return fits, signed_bytes(fit.headroom_bytes), longest, f"{fit.max_concurrency:,}"
 
 
 def gpu_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -129,8 +130,17 @@ def verdict_words(result: SizeResult) -> str:
     """Fits or not, and by how much."""
     fit = result.fit
     assert fit is not None
-    rank = f" on each of {len(fit.ranks)} ranks" if len(fit.ranks) > 1 else ""
+    alike = len({rank.headroom_bytes for rank in fit.ranks}) == 1
+    rank = (
+        ""
+        if len(fit.ranks) == 1
+        else f" on each of {len(fit.ranks)} ranks"
+        if alike
+        else f" on rank {fit.bottleneck_rank}"
+    )
     about = "about " if fit.estimated else ""
+    if fit.fits and result.model.source == "shape":
+        return f"the cache alone fits: {format_bytes(fit.headroom_bytes)} left{rank}, and a shape has no weights"
     if fit.fits:
         barely = ", less than its estimates may be off by" if fit.close else ""
         return f"fits{', barely' if fit.close else ''}: {about}{format_bytes(fit.headroom_bytes)} of headroom{rank}{barely}"
@@ -153,6 +163,24 @@ def share_words(part: int, whole: int) -> str:
     if percent < 0.05:
         return "<0.1%"
     return f"{percent:.0f}%" if 9.95 <= percent < 99 else f"{percent:.1f}%"
+
+
+def replay_verdict(found: Replay) -> tuple[str, bool]:
+    """What blocks with shared prefixes make of the traffic, in a line, and whether nothing had to give way."""
+    last = found.policies[-1]
+    much = f"{plural(found.requests, 'request')}: at most {format_bytes(last.peak_held_bytes)}"
+    if found.setup.capacity_blocks is not None:
+        much += f" of {format_bytes(found.setup.capacity_blocks * found.setup.bytes_per_block)}"
+    trouble = []
+    if last.rejected:
+        trouble.append(f"{last.rejected:,} refused as too long")
+    if last.preemptions:
+        trouble.append(f"{plural(last.preemptions, 'preemption')}")
+    if last.waiting_area:
+        trouble.append(f"{last.mean_queue:,.1f} waiting on average")
+    return f"{much} in blocks with shared prefixes; " + (
+        ", ".join(trouble) or "nothing waited or gave way"
+    ), not trouble
 
 
 def replay_words(found: Replay) -> list[str]:
@@ -238,4 +266,4 @@ def rank_words(weights: WeightsInfo) -> str:
     each = f"on each of {len(sizes)} ranks" if len(set(sizes)) == 1 else f"on the fullest of {len(sizes)} ranks"
     if len(sizes) == 1:
         each = "that are loaded"
-    return f"{max(sizes):,} bytes of weights {each}, by the rules of {weights.rules}"
+    return f"{max(sizes):,} bytes of weights {each}, cut as {weights.rules} does"

@@ -386,10 +386,17 @@ KNOWN_WEIGHTS = {
 # -- shapes that articles use, of models that nobody published ------------------------------------
 
 _NOBODY = "no model {} is published: this is a reference shape, {}; nearest published models: {}"
+_SHAPED = {
+    "Qwen2.5-72B": (29_568, 152_064),
+    "Qwen1.5-7B": (11_008, 151_936),
+    "LLaMA-65B": (22_016, 32_000),
+}
+"""Feed-forward width and vocabulary of published models with just such layers: articles say nothing of them."""
 
 
-def _reference(name: str, layers: int, heads: int, kv_heads: int, near: str) -> Config:
-    shape = f"{layers} layers × {kv_heads} KV heads × 128"
+def _reference(name: str, layers: int, heads: int, kv_heads: int, near: str, like: str) -> Config:
+    shape = f"{layers} layers × {kv_heads} KV heads × 128, else like {like}"
+    width, vocabulary = _SHAPED[like]
     return {
         "id": name,
         "reference": True,
@@ -399,18 +406,28 @@ def _reference(name: str, layers: int, heads: int, kv_heads: int, near: str) -> 
         "config": {
             "model_type": "llama", "num_hidden_layers": layers, "hidden_size": heads * 128, "head_dim": 128,
             "num_attention_heads": heads, "num_key_value_heads": kv_heads, "torch_dtype": "bfloat16",
-            "max_position_embeddings": None,
+            "max_position_embeddings": None, "intermediate_size": width, "vocab_size": vocabulary,
+            "tie_word_embeddings": False,
         },
     }  # fmt: skip
 
 
 REFERENCES = (
     _reference(
-        "Llama-4-70B", 80, 64, 64, "meta-llama/Llama-3.3-70B-Instruct, meta-llama/Llama-4-Scout-17B-16E-Instruct"
+        "Llama-4-70B",
+        80,
+        64,
+        64,
+        "meta-llama/Llama-3.3-70B-Instruct, meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        "LLaMA-65B",
     ),
-    _reference("Qwen3-72B", 80, 64, 8, "Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3-32B, Qwen/Qwen3-235B-A22B"),
-    _reference("Qwen3-7B", 32, 32, 32, "Qwen/Qwen3-8B, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-4B"),
-    _reference("Qwen3.5-72B", 80, 64, 8, "Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3.5-27B, Qwen/Qwen3.5-122B-A10B"),
+    _reference(
+        "Qwen3-72B", 80, 64, 8, "Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3-32B, Qwen/Qwen3-235B-A22B", "Qwen2.5-72B"
+    ),
+    _reference("Qwen3-7B", 32, 32, 32, "Qwen/Qwen3-8B, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-4B", "Qwen1.5-7B"),
+    _reference(
+        "Qwen3.5-72B", 80, 64, 8, "Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3.5-27B, Qwen/Qwen3.5-122B-A10B", "Qwen2.5-72B"
+    ),
 )
 
 # -- building ------------------------------------------------------------------------------------

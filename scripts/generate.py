@@ -198,6 +198,7 @@ FIT = obj(
         "max_concurrency": whole("Most requests of this context at once."),
         "bottleneck_rank": whole("The rank that decides, from 0."),
         "estimated": of("array", "What of this is estimated, with the rule.", items={"type": "string"}),
+        "close": of("boolean", "Whether estimates that are off by a sixth turn the answer around."),
         "why": of(["string", "null"], "What stands in the way; null where it fits."),
         "advice": of("array", "Options with which it would fit, each of them tried.", items={"type": "string"}),
         "parts": of(

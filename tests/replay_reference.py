@@ -7,16 +7,29 @@ into every block. Good for a few hundred tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
+
+from kvctl.replay import Request, Setup
+
+Name = tuple[tuple[int, ...], int]
+"""What a full block of a prompt is found by: all hashes up to its end, and where that is."""
 
 
 class Block:
-    def __init__(self, size):
-        self.slots = [None] * size  # None, "token", or "copy"
+    def __init__(self, size: int) -> None:
+        self.slots: list[str | None] = [None] * size  # None, "token", or "copy"
         self.users = 0
-        self.name = None  # what it is found by
+        self.name: Name | None = None
 
-    def filled(self):
+    def filled(self) -> int:
         return sum(slot is not None for slot in self.slots)
+
+
+Table = list[Block]
+"""The blocks of one sequence."""
+Entry = list[Any]
+"""A running job: it, its tables, the start of decoding, and the tokens that each sequence stored."""
 
 
 class OutOfMemory(Exception):
@@ -24,16 +37,16 @@ class OutOfMemory(Exception):
 
 
 class Job:
-    def __init__(self, request, arrived):
+    def __init__(self, request: Request, arrived: int) -> None:
         self.request, self.arrived, self.kept = request, arrived, 0
         self.fresh = True
 
     @property
-    def final(self):
+    def final(self) -> int:
         return self.request.input_length + max(self.request.output_length - 1, 0)
 
 
-def names_of_blocks(request, size):
+def names_of_blocks(request: Request, size: int) -> list[Name]:
     """For each full block that the hashes cover: all hashes up to its end, and how far it reaches."""
     out = []
     covered = min(len(request.hash_ids) * request.hash_tokens, request.input_length)
@@ -45,21 +58,22 @@ def names_of_blocks(request, size):
 class Pool:
     """Blocks, with or without a cache of prompts."""
 
-    def __init__(self, setup, caching):
+    def __init__(self, setup: Setup, caching: bool) -> None:
         self.size, self.limit, self.caching = setup.block_size, setup.capacity_blocks, caching
-        self.held = []
-        self.cache = {}
-        self.idle = []  # cached and unused, the one to be evicted first in front
+        self.held: list[Block] = []
+        self.cache: dict[Name, Block] = {}
+        self.idle: list[Block] = []  # cached and unused, the one to be evicted first in front
         self.evicted = 0
 
-    def room(self):
+    def room(self) -> float:
         return math.inf if self.limit is None else self.limit - len(self.held)
 
-    def new(self):
+    def new(self) -> Block:
         if self.limit is not None and len(self.held) + len(self.idle) >= self.limit:
             if not self.idle:
                 raise OutOfMemory
             gone = self.idle.pop(0)
+            assert gone.name is not None
             del self.cache[gone.name]
             self.evicted += 1
         block = Block(self.size)
@@ -67,31 +81,31 @@ class Pool:
         self.held.append(block)
         return block
 
-    def use(self, block):
+    def use(self, block: Block) -> None:
         if block.users == 0:
             self.idle.remove(block)
             self.held.append(block)
         block.users += 1
 
-    def drop(self, block):
+    def drop(self, block: Block) -> None:
         block.users -= 1
         if block.users == 0:
             self.held.remove(block)
             if block.name is not None:
                 self.idle.append(block)
 
-    def lookup(self, job):
+    def lookup(self, job: Job) -> tuple[list[Name], list[Block]]:
         request = job.request
         names = names_of_blocks(request, self.size) if self.caching else []
         known = request.input_length + request.sequences * job.kept
-        found = []
+        found: list[Block] = []
         for name in names:
             if name not in self.cache or (len(found) + 1) * self.size > known - 1:
                 break
             found.append(self.cache[name])
         return names, found
 
-    def place(self, job):
+    def place(self, job: Job) -> tuple[list[Table], int] | None:
         """Blocks for the tokens known of a job; None where it does not fit."""
         request, size = job.request, self.size
         names, found = self.lookup(job)
@@ -141,7 +155,7 @@ class Pool:
             block.users -= 1  # the hold of `new` and `use`
         return tables, len(found) * size
 
-    def write(self, table, at):
+    def write(self, table: Table, at: int) -> None:
         """One more token, copying the last block if others read it."""
         if at % self.size == 0:
             table.append(self.new())
@@ -152,7 +166,7 @@ class Pool:
             table[-1] = mine
         table[-1].slots[at % self.size] = "token"
 
-    def free(self, tables):
+    def free(self, tables: list[Table]) -> None:
         # As one: the deepest first.
         depth = max(len(table) for table in tables)
         for level in reversed(range(depth)):
@@ -164,12 +178,14 @@ class Pool:
 class Slots:
     """One long row of slots, each with the name of its owner."""
 
-    def __init__(self, setup):
+    def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.row = [None] * (10_000 if setup.capacity_blocks is None else setup.capacity_blocks * setup.block_size)
+        self.row: list[Job | None] = [None] * (
+            10_000 if setup.capacity_blocks is None else setup.capacity_blocks * setup.block_size
+        )
         self.bounded = setup.capacity_blocks is not None
 
-    def reserve(self, request):
+    def reserve(self, request: Request) -> int:
         whole = request.input_length + request.output_length
         if self.setup.reserve == "exact":
             return whole
@@ -182,7 +198,7 @@ class Slots:
             return self.setup.max_length
         return min(self.setup.max_length, max(whole, request.input_length + request.max_output))
 
-    def place(self, job):
+    def place(self, job: Job) -> list[int] | None:
         size, starts = self.reserve(job.request), []
         for _ in range(job.request.sequences):
             for start in range(len(self.row) - size + 1):
@@ -195,14 +211,14 @@ class Slots:
                 return None
         return starts
 
-    def free(self, job):
+    def free(self, job: Job) -> None:
         self.row = [None if owner is job else owner for owner in self.row]
 
 
-def simulate(requests, setup, policy):
+def simulate(requests: Iterable[Request], setup: Setup, policy: str) -> dict[str, int]:
     """All counts of a PolicyReport that are not derived, by name."""
     paged = policy != "contiguous"
-    pool = Pool(setup, policy == "prefix") if paged else Slots(setup)
+    pool: Any = Pool(setup, policy == "prefix") if paged else Slots(setup)
     size = setup.block_size
     trace = list(requests)
     first = trace[0].arrival
@@ -234,11 +250,12 @@ def simulate(requests, setup, policy):
         ],
         0,
     )
-    waiting, running = [], []  # running: job, tables, start of decode, tokens stored of each sequence
+    waiting: list[Job] = []
+    running: list[Entry] = []
     time = -1
     peak = (0, 0)
 
-    def impossible(request):
+    def impossible(request: Request) -> bool:
         if request.input_length + request.output_length > setup.max_length:
             return True
         if setup.max_sequences is not None and request.sequences > setup.max_sequences:
@@ -256,7 +273,8 @@ def simulate(requests, setup, policy):
             blocks = math.ceil(request.input_length / size)
         return blocks > setup.capacity_blocks
 
-    def preempt():
+    def preempt() -> Job:
+        job: Job
         job, tables, start, stored = running.pop()
         if job not in stepped and time >= start:
             stored += 1
@@ -284,6 +302,8 @@ def simulate(requests, setup, policy):
         # 2. arrivals
         while trace:
             if setup.concurrency is None:
+                assert trace[0].arrival is not None
+                assert first is not None
                 if (trace[0].arrival - first) / setup.tpot > time:
                     break
             elif before >= setup.concurrency:
@@ -378,7 +398,7 @@ def simulate(requests, setup, policy):
     return count
 
 
-def look_paged(pool, running, size):
+def look_paged(pool: Pool, running: list[Entry], size: int) -> tuple[int, int, int, int]:
     held = pool.held
     filled = sum(block.slots.count("token") for block in held)
     copies = sum(block.slots.count("copy") for block in held)
@@ -395,7 +415,7 @@ def look_paged(pool, running, size):
     return len(held) * size, filled, copies, reserved
 
 
-def look_row(pool, running):
+def look_row(pool: Slots, running: list[Entry]) -> tuple[int, int, int, int]:
     slots = len(pool.row) - pool.row.count(None)
     filled = sum(
         job.request.input_length + job.request.sequences * (stored - job.request.input_length)

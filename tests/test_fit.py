@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from conftest import Outcome
 
+from kvctl.ask import Plans
 from kvctl.engines import engine
 from kvctl.hardware import Device
 from kvctl.model import shape_spec
+from kvctl.plot.build import chart_of
 from kvctl.ranks import Hardware
 from kvctl.reports import Fit, SizeResult
 from kvctl.search import largest
@@ -139,17 +141,13 @@ def test_a_budget_beyond_the_device_does_not_fit() -> None:
     assert found.max_concurrency == 7  # 79 GiB hold 16,179 blocks of a request's 2,048, whatever else there is
 
 
-@pytest.mark.parametrize(
-    ("what", "count"),
-    # 1 TiB of cache for 3,355,443 tokens: 14 × 80 GiB hold it, 13 do not.
-    [("gpus", 13)],
-)
-def test_the_fewest_gpus(what: str, count: int) -> None:
-    plan = SizePlan(contexts=(3_355_443,), hardware=Hardware((card(80),), "card", solve=what))
+def test_the_fewest_gpus() -> None:
+    # 1 TiB of cache for 3,355,443 tokens: 13 × 80 GiB hold it, 12 do not.
+    plan = SizePlan(contexts=(3_355_443,), hardware=Hardware((card(80),), "card", solve="gpus"))
     (result,) = answers_on(SHAPE, plan)
     assert result.fit is not None
     assert result.fit.fits
-    assert len(result.fit.ranks) == count
+    assert len(result.fit.ranks) == 13
 
 
 @pytest.mark.parametrize("answer", [0, 1, 2, 15, 16, 17, 1000, 1024])
@@ -157,6 +155,29 @@ def test_the_fewest_gpus(what: str, count: int) -> None:
 @pytest.mark.parametrize("block", [0, 1, 16])
 def test_the_search_finds_the_last_that_holds(answer: int, guess: int, block: int) -> None:
     assert largest(lambda number: number <= answer, guess, 1024, block) == min(answer, 1024)
+
+
+def test_a_chart_has_the_corner_where_it_ends_to_fit() -> None:
+    # 80 GiB ÷ 327,680 = 262,144 tokens, and one more is one token too many.
+    plan = SizePlan(contexts=(524_288,), hardware=Hardware((card(80),)))
+    chart = chart_of([SHAPE], Plans((plan,)))
+    (curve,) = chart.curves
+    points = dict(curve.points)
+    assert points[262_144] == 80 * GIB
+    assert points[262_145] == 80 * GIB + TOKEN
+    assert points[524_288] == 160 * GIB
+    assert min(points) == 1024
+    assert [(limit.name, limit.bytes) for limit in chart.limits] == [("a card", 80 * GIB)]
+
+
+def test_a_chart_ends_where_the_engine_says_no() -> None:
+    # vLLM sets one block aside: 13,106 of 13,107 blocks are a request's.
+    plan = SizePlan(engine=engine("vllm@0.32"), contexts=(524_288,), hardware=Hardware((card(80),), overhead=8 * GIB))
+    chart = chart_of([SHAPE], Plans((plan.replace(serving=plan.serving.replace(utilization=0.9)),)))
+    (limit,) = chart.limits
+    assert limit.bytes == 72 * GIB
+    points = dict(chart.curves[0].points)
+    assert points[13_106 * 16] <= limit.bytes < points[13_106 * 16 + 1]
 
 
 # -- the command line ------------------------------------------------------------------------
@@ -242,3 +263,21 @@ def test_gpus_are_listed(kvctl: Run) -> None:
 def test_formats_side_by_side(kvctl: Run) -> None:
     table = kvctl("size", "Qwen3-32B", "--ctx", "8k", "--gpu", "H100", "--engine", "vllm", "--kv-dtype", "auto,fp8").out
     assert re.search(r"Qwen3-32B bf16 .* yes .*\n.*Qwen3-32B fp8 .* yes ", table)
+
+
+def test_ollama_takes_its_own_length_on_a_card(kvctl: Run) -> None:
+    # Ollama's tiers: 262,144 tokens from 47 GiB on, 32,768 from 23 GiB, else 4,096; never more than the model's own.
+    for card_, length in (("RTX4090", 32_768), ("T4", 4096), ("H100", 40_960)):
+        outcome = kvctl("size", "Qwen3-8B", "--gpu", card_, "--engine", "ollama", "--json")
+        assert [result["context"] for result in outcome.json["results"]] == [length], card_
+    asked_ = kvctl("size", "Qwen3-8B", "--gpu", "T4", "--engine", "ollama", "--ctx", "8k", "--json")
+    assert asked_.json["results"][0]["context"] == 8192
+
+
+def test_sglang_is_told_which_way_to_turn_the_fraction(kvctl: Run) -> None:
+    # sglang#322: one shortage asks for more, the other for less.
+    start = kvctl("size", "Qwen3-8B", "--gpu", "L4", "--engine", "sglang", "--ctx", "8k")
+    assert "raise --mem-fraction-static" in start.out
+    run = kvctl("size", "Qwen3-8B", "--gpu", "L4", "--engine", "sglang", "--ctx", "8k", "--mem-fraction-static", "0.9")
+    assert "fits" in run.out
+    assert "lower it" in run.err

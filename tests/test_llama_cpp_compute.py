@@ -38,7 +38,7 @@ def test_buffers_that_the_library_allocates(monkeypatch: pytest.MonkeyPatch) -> 
             serving = Serving(slots=slots, unified=False, flash_attention=bool(flash), ubatch=ubatch, device="cpu")
             if outputs is None:
                 # The library's own default is logits for every token of a batch, which the server no longer wants.
-                monkeypatch.setattr(memory, "outputs", lambda version, tokens, slots: (tokens, True))
+                monkeypatch.setattr(memory, "outputs", lambda version, tokens, slots: tokens)
             else:
                 monkeypatch.undo()
             (part,) = memory.overheads(
@@ -145,20 +145,11 @@ def test_only_the_last_device_makes_logits() -> None:
     assert sizes[0] > 4 * (8192 * 512 * 2 + 4096 * 512 * 4)
 
 
-def test_what_stays_in_host_memory() -> None:
-    spec = build_spec(catalogue.find("Qwen/Qwen3-8B"))
-    (output, *_) = memory.host_parts(spec, Serving(), version=None, context=8192)
-    # "CUDA_Host output buffer size = 2.32 MiB" with four slots and 151,936 words (a log of October 2026)
-    assert output.bytes == 4 * 151_936 * 4
-    assert output.bytes / MIB == pytest.approx(2.32, abs=0.005)
-
-
 def test_builds_before_fit_have_no_margin() -> None:
     assert memory.fit_margin("b7347") == 0
     assert memory.fit_margin(None) == 1024 * MIB
-    assert memory.outputs("b8390", 512, 4) == (512, True)
-    assert memory.outputs("b9000", 512, 4) == (512, False)
-    assert memory.outputs(None, 512, 4) == (4, True)
+    assert memory.outputs("b8390", 512, 4) == 512
+    assert memory.outputs(None, 512, 4) == 4
     with pytest.raises(UsageError, match="no build"):
         memory.fit_margin("latest")
 

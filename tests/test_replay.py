@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ from kvctl.replay import POLICIES, PRESETS, Request, Setup, preset, replay
 from kvctl.replay.areas import blocks_at
 from kvctl.replay.contiguous import Contiguous
 from kvctl.replay.prefix import PrefixSharing
+from kvctl.replay.simulator import Running, Simulator
 from kvctl.replay.spill import SpillQueue
+from kvctl.replay.tree import Node
 from tests.replay_reference import simulate
 
 SECOND = 1_000_000
@@ -101,7 +105,7 @@ BY_HAND = {
 }  # fmt: skip
 
 
-def test_ten_requests_by_hand():
+def test_ten_requests_by_hand() -> None:
     result = replay(iter(TEN), TEN_SETUP)
     assert result.requests == 10
     for found in result.policies:
@@ -114,7 +118,7 @@ def test_ten_requests_by_hand():
     assert result.to_dict()["policies"][1]["internal_fragmentation"] == 30 / 320
 
 
-def test_figure_3_of_the_pagedattention_paper():
+def test_figure_3_of_the_pagedattention_paper() -> None:
     # Kwon et al. 2023, figure 3: request A has a prompt of 7 tokens and generates 4, the last of which, <eos>, is not
     # stored. Of 2,048 slots reserved 2,038 are never used (internal fragmentation); while its first output token is
     # written 2 are reserved for later ones.
@@ -129,7 +133,7 @@ def test_figure_3_of_the_pagedattention_paper():
 
 
 @st.composite
-def traces(draw):
+def traces(draw: st.DrawFn) -> list[Request]:
     """Few tokens, little memory, much in common."""
     hash_tokens = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     time, out = 0, []
@@ -148,7 +152,7 @@ def traces(draw):
 
 
 @st.composite
-def setups(draw):
+def setups(draw: st.DrawFn) -> Setup:
     return Setup(
         block_size=draw(st.integers(1, 6)),
         capacity_blocks=draw(st.sampled_from((None, 3, 5, 8, 12, 20, 40))),
@@ -162,7 +166,7 @@ def setups(draw):
     )
 
 
-def same_as_reference(policy, trace, setup):
+def same_as_reference(policy: str, trace: list[Request], setup: Setup) -> None:
     expected = simulate(trace, setup, policy)
     found = replay(trace, setup, policies=[policy]).policies[0]
     saved = expected.pop("saved_area")
@@ -173,7 +177,7 @@ def same_as_reference(policy, trace, setup):
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), setup=setups())
-def test_equals_stepping_token_by_token(policy, trace, setup):
+def test_equals_stepping_token_by_token(policy: str, trace: list[Request], setup: Setup) -> None:
     same_as_reference(policy, trace, setup)
 
 
@@ -181,16 +185,16 @@ def test_equals_stepping_token_by_token(policy, trace, setup):
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=2000, deadline=None)
 @given(trace=traces(), setup=setups())
-def test_equals_stepping_token_by_token_at_length(policy, trace, setup):
+def test_equals_stepping_token_by_token_at_length(policy: str, trace: list[Request], setup: Setup) -> None:
     same_as_reference(policy, trace, setup)
 
 
-def stored_by(entry, now):
+def stored_by(entry: Running, now: int) -> int:
     """Output tokens of each sequence."""
     return entry.done + (now - entry.start + 1 if entry.begun else 0)
 
 
-def conserved(run):
+def conserved(run: Simulator) -> None:
     """Held is what the running requests hold, and held, cached and free are all there is."""
     if isinstance(run, Contiguous):
         taken = sorted((start, start + e.kept) for e in run.running for start in e.place)
@@ -214,6 +218,7 @@ def conserved(run):
         while nodes:
             node = nodes.pop()
             assert node.start < node.end
+            assert node.parent is not None
             assert node.parent.end == node.start
             holders = sum(any(node is above for above in line(e.place[0])) for e in run.running)
             assert node.holders == holders
@@ -229,7 +234,7 @@ def conserved(run):
     assert run.stored <= run.held * (1 if isinstance(run, Contiguous) else run.block)
 
 
-def line(node):
+def line(node: Node | None) -> Iterator[Node]:
     while node is not None:
         yield node
         node = node.parent
@@ -238,14 +243,14 @@ def line(node):
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), setup=setups())
-def test_conserves_memory_at_every_step(policy, trace, setup):
-    class Watched(POLICIES[policy]):
-        def _turn(self, time):
+def test_conserves_memory_at_every_step(policy: str, trace: list[Request], setup: Setup) -> None:
+    class Watched(POLICIES[policy]):  # type: ignore[misc, valid-type]
+        def _turn(self, time: int) -> None:
             super()._turn(time)
             conserved(self)
 
-        def _pass(self, until):
-            full = super()._pass(until)
+        def _pass(self, until: int | None) -> bool:
+            full: bool = super()._pass(until)
             conserved(self)
             return full
 
@@ -257,7 +262,7 @@ def test_conserves_memory_at_every_step(policy, trace, setup):
     assert run.finished + run.rejected == len(trace)
 
 
-def test_unlimited_prefix_cache_finds_all_that_came_before():
+def test_unlimited_prefix_cache_finds_all_that_came_before() -> None:
     # 8 prompts of 100 blocks, each with 50 blocks of the first: 7 × 50 blocks of 16 are found.
     shared = tuple(range(50))
     trace = [Request(i, 1600, 2, shared + tuple(range(1000 * i, 1000 * i + 50)), hash_tokens=16) for i in range(1, 9)]
@@ -273,7 +278,7 @@ def test_unlimited_prefix_cache_finds_all_that_came_before():
     assert replay(trace, Setup(1056, None, 1, 4096)).policies[2].hit_tokens == 0
 
 
-def test_closed_loop_ignores_times():
+def test_closed_loop_ignores_times() -> None:
     trace = [Request(None, 32, 4) for _ in range(20)]
     found = replay(trace, Setup(16, None, 1, 64, concurrency=5)).policies
     assert {row.peak_running for row in found} == {5}
@@ -292,19 +297,19 @@ def test_closed_loop_ignores_times():
         {"reserve": "all"},
     ],
 )
-def test_setup_is_checked(wrong):
+def test_setup_is_checked(wrong: dict[str, Any]) -> None:
     setup = Setup(block_size=16, capacity_blocks=4, bytes_per_block=1, max_length=64).replace(**wrong)
     with pytest.raises(UsageError, match=next(iter(wrong))):
         replay([Request(0, 1, 1)], setup)
 
 
-def test_no_requests_is_an_error():
+def test_no_requests_is_an_error() -> None:
     with pytest.raises(SourceError, match="no requests"):
         replay([], TEN_SETUP)
 
 
-def test_progress_and_notes():
-    seen = []
+def test_progress_and_notes() -> None:
+    seen: list[int] = []
     result = replay(preset("chat", 3000, 5.0), Setup(16, 4000, 1, 32_768), progress=seen.append)
     assert seen[-1] == 3000
     assert seen == sorted(seen)
@@ -314,7 +319,7 @@ def test_progress_and_notes():
 
 
 @pytest.mark.parametrize("keep", [4, 10])
-def test_spilling_keeps_the_order(keep):
+def test_spilling_keeps_the_order(keep: int) -> None:
     queue, expected = SpillQueue(keep), []
     for step in range(300):
         queue.append((Request(step, 1, 1, (step,)), step, 0))
@@ -337,7 +342,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_published_lengths(name):
+def test_presets_have_the_published_lengths(name: str) -> None:
     import statistics
 
     which_in, prompt, which_out, output, found = PUBLISHED[name]
@@ -351,13 +356,13 @@ def test_presets_have_the_published_lengths(name):
         assert endless.hit_rate == pytest.approx(found, abs=0.06)
 
 
-def test_presets_repeat():
+def test_presets_repeat() -> None:
     assert list(preset("agent", 50, 1.0, seed=3)) == list(preset("agent", 50, 1.0, seed=3))
     assert list(preset("agent", 50, 1.0, seed=3)) != list(preset("agent", 50, 1.0, seed=4))
 
 
 @pytest.mark.parametrize("wrong", [("poem", 1, 1.0), ("chat", 0, 1.0), ("chat", 1, 0.0), ("chat", 1, float("nan"))])
-def test_presets_are_checked(wrong):
+def test_presets_are_checked(wrong: tuple[str, int, float]) -> None:
     with pytest.raises(UsageError):
         preset(*wrong)
 
@@ -373,8 +378,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_trace():
-    def peak(count):
+def test_memory_does_not_grow_with_the_trace() -> None:
+    def peak(count: int) -> int:
         run = subprocess.run([sys.executable, "-c", MEMORY, str(count)], capture_output=True, text=True, check=True)
         return int(run.stdout)
 

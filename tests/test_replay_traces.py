@@ -7,6 +7,8 @@ import io
 import json
 import random
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +18,8 @@ from kvctl.errors import SourceError
 from kvctl.replay import Request, Setup, read_trace, replay
 from kvctl.replay import trace as trace_module
 from kvctl.traffic import _tokenizer
+
+Row = dict[str, Any]
 
 # The first, second and a later pair of lines of Mooncake's conversation trace and of its README (Apache-2.0,
 # github.com/kvcache-ai/Mooncake, FAST25-release).
@@ -27,24 +31,24 @@ MOONCAKE = """\
 """  # fmt: skip
 
 
-def write(tmp_path, data):
+def write(tmp_path: Path, data: bytes | str) -> Path:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return path
 
 
-def rows(tmp_path, *lines, **how):
+def rows(tmp_path: Path, *lines: Row, **how: Any) -> list[Request]:
     return list(read_trace(write(tmp_path, "".join(json.dumps(line) + "\n" for line in lines)), **how))
 
 
-def refusal(tmp_path, data, **how):
+def refusal(tmp_path: Path, data: bytes | str, **how: Any) -> str:
     with pytest.raises(SourceError) as error:
         list(read_trace(write(tmp_path, data), **how))
     assert "\n" not in error.value.message
     return error.value.message
 
 
-def test_mooncake(tmp_path):
+def test_mooncake(tmp_path: Path) -> None:
     found = list(read_trace(write(tmp_path, MOONCAKE)))
     assert found[0] == Request(0, 6758, 500, tuple(range(14)))
     assert [r.arrival for r in found] == [0, 0, 27_482_000, 30_535_000]
@@ -53,7 +57,7 @@ def test_mooncake(tmp_path):
     assert (prefix.queried_tokens, prefix.hit_tokens) == (6758 + 2290 + 6955 + 6472, 512 + 6144)
 
 
-def test_gzip_and_standard_input(tmp_path, monkeypatch):
+def test_gzip_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = list(read_trace(write(tmp_path, MOONCAKE)))
     assert list(read_trace(write(tmp_path, gzip.compress(MOONCAKE.encode())))) == plain
     for data in (MOONCAKE.encode(), gzip.compress(MOONCAKE.encode())):
@@ -61,7 +65,7 @@ def test_gzip_and_standard_input(tmp_path, monkeypatch):
         assert list(read_trace("-")) == plain
 
 
-def test_a_file_is_read_a_line_at_a_time(tmp_path):
+def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
     lines = read_trace(write(tmp_path, MOONCAKE + "rubbish\n"))
     assert next(lines).input_length == 6758
     assert len([next(lines) for _ in range(3)]) == 3
@@ -69,21 +73,21 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path):
         next(lines)
 
 
-def test_bailian(tmp_path):
+def test_bailian(tmp_path: Path) -> None:
     # github.com/alibaba-edu/qwen-bailian-usagetraces-anon: 16 tokens a hash, seconds.
     line = {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "output_length": 132,
             "type": "text", "turn": 2, "hash_ids": list(range(33))}  # fmt: skip
     assert rows(tmp_path, line) == [Request(61_114_000, 521, 132, tuple(range(33)), hash_tokens=16)]
 
 
-def test_hashes_of_another_size_and_without_the_rest(tmp_path):
+def test_hashes_of_another_size_and_without_the_rest(tmp_path: Path) -> None:
     line = {"timestamp": 1.5, "input_length": 100, "output_length": 1, "hash_ids": [1, 2, 3]}
     assert rows(tmp_path, line, hash_tokens=32)[0].hash_ids == (1, 2, 3)  # the last 4 tokens have no hash
     assert rows(tmp_path, line | {"hash_ids": [1, 2, 3, 4]}, hash_tokens=32)[0].arrival == 1500
     assert "3 hash_ids for 100 tokens; with 512 tokens each it would be 1" in refusal(tmp_path, json.dumps(line))
 
 
-GOOD = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [1, 2]}
+GOOD: Row = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ GOOD = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [1,
         ({"n": 10**6}, "n is out of range"),
     ],
 )
-def test_bad_lines_of_lengths(tmp_path, change, says):
+def test_bad_lines_of_lengths(tmp_path: Path, change: Row, says: str | None) -> None:
     data = json.dumps(GOOD) + "\n" + json.dumps(GOOD | change) + "\n"
     if says is None:
         assert len(list(read_trace(write(tmp_path, data)))) == 2
@@ -145,11 +149,11 @@ def test_bad_lines_of_lengths(tmp_path, change, says):
         (gzip.compress(MOONCAKE.encode())[:-12], "the gzip data is cut off"),
     ],
 )
-def test_bad_files(tmp_path, data, says):
+def test_bad_files(tmp_path: Path, data: bytes | str, says: str) -> None:
     assert says in refusal(tmp_path, data)
 
 
-def test_damaged_gzip_data(tmp_path):
+def test_damaged_gzip_data(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(MOONCAKE.encode() * 50))
     for at in range(20, len(packed), 7):
         damaged = bytearray(packed)
@@ -158,17 +162,17 @@ def test_damaged_gzip_data(tmp_path):
             list(read_trace(write(tmp_path, bytes(damaged))))
 
 
-def test_times_must_not_go_back(tmp_path):
+def test_times_must_not_go_back(tmp_path: Path) -> None:
     data = json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"timestamp": 4}) + "\n"
     assert "line 2: it arrives before the line above" in refusal(tmp_path, data)
 
 
-def test_a_line_without_end(tmp_path, monkeypatch):
+def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_LINE", 1000)
     assert "line 1: longer than" in refusal(tmp_path, b'{"a": "' + b"x" * 2000)
 
 
-def test_a_gzip_bomb_is_not_unpacked_in_full(tmp_path, monkeypatch):
+def test_a_gzip_bomb_is_not_unpacked_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_LINE", 2**20)
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb") as file:
@@ -177,7 +181,7 @@ def test_a_gzip_bomb_is_not_unpacked_in_full(tmp_path, monkeypatch):
     assert "line 1: longer than" in refusal(tmp_path, packed.getvalue())
 
 
-def test_paths(tmp_path):
+def test_paths(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path, "a\0b"):
         with pytest.raises(SourceError):
             list(read_trace(path))
@@ -186,19 +190,19 @@ def test_paths(tmp_path):
 # Message logs.
 
 
-def tokens(text):
+def tokens(text: str) -> list[int]:
     """A token for each word and each line."""
     return [sum(word.encode()) * 31 + len(word) for word in text.replace("\n", " \n ").split(" ") if word]
 
 
-CHAT = {
+CHAT: Row = {
     "timestamp": "2026-01-02T03:04:05Z",
     "messages": [{"role": "system", "content": "a " * 40}, {"role": "user", "content": "b " * 10}],
     "choices": [{"message": {"role": "assistant", "content": "c " * 9}}],
 }
 
 
-def test_messages_with_a_tokenizer(tmp_path):
+def test_messages_with_a_tokenizer(tmp_path: Path) -> None:
     follow = json.loads(json.dumps(CHAT))
     follow["timestamp"] = "2026-01-02T03:04:15+00:00"
     follow["messages"] += [{"role": "assistant", "content": "c " * 9}, {"role": "user", "content": "d " * 30}]
@@ -206,28 +210,29 @@ def test_messages_with_a_tokenizer(tmp_path):
     # Roles and line ends: "system \n a…a \n", so 40 + 3 and 10 + 3 tokens.
     assert (one.input_length, one.output_length, one.hash_tokens) == (56, 9, 16)
     assert (two.input_length, len(two.hash_ids)) == (56 + 12 + 33, 6)
-    assert two.arrival - one.arrival == 10_000_000
+    assert one.arrival is not None
+    assert two.arrival == one.arrival + 10_000_000
     # 56 tokens are three runs of 16 and 8 more; the runs are found again.
     assert two.hash_ids[:3] == one.hash_ids
     found = replay([one, two], Setup(16, None, 1, 4096)).policies[2]
     assert found.hit_tokens == 48
 
 
-def test_hashes_stand_for_all_before_them(tmp_path):
+def test_hashes_stand_for_all_before_them(tmp_path: Path) -> None:
     other = json.loads(json.dumps(CHAT))
     other["messages"][0]["content"] = "z " + "a " * 39
     one, two = rows(tmp_path, CHAT, other, tokenizer=tokens)
     assert not set(one.hash_ids) & set(two.hash_ids)
 
 
-def test_usage_without_a_tokenizer(tmp_path):
+def test_usage_without_a_tokenizer(tmp_path: Path) -> None:
     log = {"created": 1_700_000_000, "request": {"messages": CHAT["messages"], "n": 3, "max_tokens": 99},
            "response": {"body": {"usage": {"prompt_tokens": 61, "completion_tokens": 20}}}}  # fmt: skip
     # 20 tokens over three choices: 7 each, rounded up.
     assert rows(tmp_path, log) == [Request(1_700_000_000_000_000, 61, 7, (), 3, 99, 16)]
 
 
-def test_usage_corrects_the_tokenizer(tmp_path):
+def test_usage_corrects_the_tokenizer(tmp_path: Path) -> None:
     (found,) = rows(tmp_path, CHAT | {"usage": {"prompt_tokens": 70, "completion_tokens": 11}}, tokenizer=tokens)
     assert (found.input_length, found.output_length, len(found.hash_ids)) == (70, 11, 3)
     (found,) = rows(tmp_path, CHAT | {"usage": {"prompt_tokens": 20, "completion_tokens": 11}}, tokenizer=tokens)
@@ -245,12 +250,12 @@ def test_usage_corrects_the_tokenizer(tmp_path):
         ({}, None),
     ],
 )
-def test_times_of_logs(tmp_path, value, microseconds):
+def test_times_of_logs(tmp_path: Path, value: Row, microseconds: int | None) -> None:
     log = {"prompt": "a", "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
     assert rows(tmp_path, log | value)[0].arrival == microseconds
 
 
-def test_other_shapes_of_logs(tmp_path):
+def test_other_shapes_of_logs(tmp_path: Path) -> None:
     plain = {"prompt": "a b c", "completion": "d e", "best_of": 2}
     assert rows(tmp_path, plain, tokenizer=tokens) == [Request(None, 3, 1, (), 2, None, 16)]
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a b"}]},
@@ -282,11 +287,11 @@ def test_other_shapes_of_logs(tmp_path):
         ({"timestamp": True}, "timestamp is not a number"),
     ],
 )
-def test_bad_lines_of_logs(tmp_path, change, says):
+def test_bad_lines_of_logs(tmp_path: Path, change: Row, says: str) -> None:
     assert says in refusal(tmp_path, json.dumps(CHAT | change), tokenizer=tokens)
 
 
-def test_no_tokenizer_and_no_usage(tmp_path):
+def test_no_tokenizer_and_no_usage(tmp_path: Path) -> None:
     assert "no usage to take lengths from, and no tokenizer" in refusal(tmp_path, json.dumps(CHAT))
 
 
@@ -331,7 +336,9 @@ ROWS = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(row=ROWS, known=st.booleans())
 @example(row={"prompt": [], "completion": ""}, known=True)
-def test_anything_is_read_or_refused_in_one_line(tmp_path_factory, row, known):
+def test_anything_is_read_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, row: Any, known: bool
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_text(json.dumps(row) + "\n")
     try:
@@ -343,7 +350,7 @@ def test_anything_is_read_or_refused_in_one_line(tmp_path_factory, row, known):
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), changes=st.integers(1, 8))
-def test_damaged_bytes_are_read_or_refused(tmp_path_factory, seed, changes):
+def test_damaged_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, seed: int, changes: int) -> None:
     dice = random.Random(seed)
     data = bytearray((MOONCAKE + json.dumps(CHAT) + "\n").encode())
     for _ in range(changes):

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from kvctl.allocation import Serving
 from kvctl.engines import Engine
 from kvctl.errors import KvctlError, SourceError
-from kvctl.fit import Hardware
 from kvctl.hardware import read_gpus
 from kvctl.model import build_spec
 from kvctl.options import read_asked
+from kvctl.ranks import Hardware
 from kvctl.size import SizePlan
 from kvctl.sources.tensors import attach
 from kvctl.spec import ModelSpec
@@ -150,7 +150,7 @@ def test_sglang_logs_agree(tmp_path: Path, row: tuple[str, str, str, str, list[s
     log = read(tmp_path, "\n".join(f"[2026-01-01 00:00:00 TP{rank}] {line}" for rank in (0, 1) for line in lines))
     found = report(log, {"model": model, "rules": f"sglang@{version}", "args": flags})
     assert found.agrees, found.rows
-    assert found.rows
+    assert any(line.agrees for line in found.rows)
 
 
 @pytest.mark.parametrize("row", other_logs.LLAMA_CPP, ids=lambda row: row[0])
@@ -159,6 +159,7 @@ def test_llama_cpp_logs_agree(tmp_path: Path, row: tuple[str, str, str, str, lis
     log = read(tmp_path, "\n".join(lines))
     facts = {"model": model, "rules": f"llama.cpp@{build}" if build else "llama.cpp", "args": flags}
     found = report(log, facts)
+    assert found.rows
     assert all(line.agrees for line in found.rows), found.rows
 
 
@@ -211,7 +212,6 @@ def test_a_log_that_is_cut_off_is_read_so_far(tmp_path: Path) -> None:
         lambda text: "".join(f"Capturing CUDA graphs:  50%|\r{line}\n" for line in text.splitlines()),
         lambda text: "\ufeff".encode("utf-16-le") + text.encode("utf-16-le"),
         lambda text: "\ufeff".encode("utf-16-be") + text.encode("utf-16-be"),
-        lambda text: b"\xff\xfe\x00 is no text\n"[2:].replace(b"\x00", b"") + text.encode(),
         lambda text: text.encode() + b"\xc3\x28 no UTF-8 GiB\n" * 3,
     ],
 )  # fmt: skip
@@ -323,7 +323,7 @@ def test_a_length_that_the_engine_chose(tmp_path: Path) -> None:
 
 
 def test_a_cache_on_a_cpu(tmp_path: Path) -> None:
-    """vllm-ascend's and vLLM's CPU platform count alike; Qwen3-0.6B, 114,688 B a token, blocks of 128."""
+    """The device that the log names goes with the plan, and a budget that is told wins."""
     text = CONFIG.format("0.18.0+cpu", 1024, 1).replace("device_config=cuda", "device_config=cpu")
     log = read(tmp_path, text + "INFO CPU KV cache size: 174,720 tokens\n")
     assert (log.device, log.rules) == ("cpu", "vllm@0.18.0+cpu")

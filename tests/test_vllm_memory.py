@@ -22,7 +22,7 @@ from kvctl.allocation import Serving
 from kvctl.engines.vllm.memory import GRAPH, overheads, requested, second_runner, start_refusal
 from kvctl.engines.vllm.shape import shape_of
 from kvctl.engines.vllm.start import Start, defaults
-from kvctl.errors import ConfigError, UsageError
+from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.model import build_spec, shape_spec
 from kvctl.sources import Found, resolve
 from kvctl.spec import ModelSpec, Provenance
@@ -138,7 +138,7 @@ def test_the_share_in_bytes() -> None:
     assert requested(1001, Serving(utilization=0.9), "0.11.0") == 900
 
 
-def test_a_refused_start_names_the_share_that_works() -> None:
+def test_a_refused_start_names_the_share_that_is_free() -> None:
     # vllm-project/vllm#20305: "Free memory on device (19.77/22.05 GiB) on startup is less than desired
     # GPU memory utilization (0.9, 19.84 GiB)".
     device, free = int(22.047 * GIB), int(19.77 * GIB)
@@ -146,12 +146,12 @@ def test_a_refused_start_names_the_share_that_works() -> None:
     assert said is not None
     assert said.startswith("Free memory on device (19.77/22.05 GiB) on startup is less than desired GPU memory "
                            "utilization (0.9, 19.84 GiB)")  # fmt: skip
-    assert said.endswith("--gpu-memory-utilization 0.89 works")
+    assert said.endswith("--gpu-memory-utilization 0.89 is within it")
     assert start_refusal(free, device, Serving(utilization=0.89), "0.9.1") is None
     assert start_refusal(free, device, Serving(utilization=0.90), "0.33") is not None
     nothing = start_refusal(0, device, Serving(), "0.33")
     assert nothing is not None
-    assert "works" not in nothing
+    assert "within it" not in nothing
 
 
 # -- published logs ---------------------------------------------------------------------------------
@@ -180,10 +180,8 @@ def predicted(row: dict[str, Any]) -> tuple[dict[str, int], ModelSpec, Serving] 
         parts = overheads(spec, serving, dtype_bytes=4 if row["dtype"] == "f32" else 2,
                           device_bytes=int(row["device_gib"] * GIB), gpu_name=row.get("gpu"), version=row["version"],
                           context=row["context"], last_stage=row.get("stage") != "first")  # fmt: skip
-    except Exception as err:
-        if type(err).__name__ in ("ConfigError", "SourceError", "UsageError"):
-            return None  # not in the catalogue, or not all of it
-        raise
+    except KvctlError:
+        return None  # not in the catalogue, or not all of it
     return {part.name: part.bytes for part in parts}, spec, serving
 
 

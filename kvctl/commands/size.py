@@ -365,7 +365,7 @@ def size(
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
         engine=engine or (log.rules if log is not None else None),
-        engine_args=engine_args or (log.engine_args if log is not None else None),
+        engine_args=log.engine_args if engine_args is None and log is not None else engine_args,
         models=models or ([options.model_of_log(log, source)] if log is not None else None),
         revision=revision,
         ctx=ctx,
@@ -387,6 +387,8 @@ def size(
         prefill_rate=prefill_rate,
     )
     options.check_plot(plot, form)
+    hardware = options.read_hardware(gpu, measured_overhead, solve, started=asked.pasted, needed=fail_unless_fits)
+    specs = asked.specs((layers, kv_heads, head_dim), source)
     common = SizePlan(
         contexts=asked.contexts,
         own_maximum=asked.own_maximum or (traffic is not None and asked.contexts is None),
@@ -399,13 +401,10 @@ def size(
         per_layer=per_layer,
         explain=explain,
         notes=asked.notes,
-        weights_dtype=weights_dtype,
-        hardware=options.read_hardware(
-            gpu, measured_overhead, solve, started=engine_args is not None or log is not None, needed=fail_unless_fits
-        ),
+        weights_dtype=weights_dtype or asked.weights_format(specs),
+        hardware=hardware,
     )
     plans = asked.plans(common)
-    specs = asked.specs((layers, kv_heads, head_dim), source)
     if log is not None:
         from kvctl.ask import ask_log
 

@@ -1,6 +1,7 @@
 """Engines: how an implementation stores what the architecture needs.
 
-Adding one: a row in `ENGINES`, and a module here for one that plans its memory ahead.
+Adding one: a row in `ENGINES`; for one that plans its memory ahead a module here, and beside that one, `memory`, for
+what it takes of a device.
 First is the default.
 """
 
@@ -15,7 +16,7 @@ from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
-    from kvctl.allocation import Allocation, Part, Serving
+    from kvctl.allocation import Allocation, Part, Place, Serving, Shortage
     from kvctl.spec import Formats, ModelSpec
 
 
@@ -49,11 +50,37 @@ class Memory(Protocol):
     ) -> int:  # fmt: skip
         """Bytes that are left for the cache; less than nothing where weights alone do not fit."""
 
-    # Where an engine has more to say, its module has these too:
-    # left(serving, version) -> str: why it leaves some of the memory alone;
-    # start_refusal(free_bytes, device_bytes, serving, version) -> str | None: why it would not begin to load;
-    # places(spec, weights_bytes, free) -> tuple[Place, ...]: what lies on each of several devices;
-    # started(spec, serving, *, device_bytes, gpu_name, version, context) -> Serving: the options it chooses for a device.
+    def left(self, serving: Serving, version: str | None) -> str:
+        """Why it leaves some of the memory alone."""
+
+    def start_refusal(
+        self, free_bytes: int, device_bytes: int, serving: Serving, version: str | None
+    ) -> str | None:  # fmt: skip
+        """Why it would not begin to load; None where it would."""
+
+    def started(
+        self, spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None, version: str | None, context: int
+    ) -> Serving:  # fmt: skip
+        """The options, with those that it chooses for a device."""
+
+    def places(
+        self, spec: ModelSpec, weights_bytes: int, free: Sequence[int], gpu_layers: int | None = None
+    ) -> tuple[Place, ...]:  # fmt: skip
+        """What lies on each of several devices; only of engines whose requests are slots, which divide layers."""
+
+    def shortage(
+        self, spec: ModelSpec, serving: Serving, *, before: int, weights_bytes: int, device_bytes: int, version: str | None
+    ) -> Shortage | None:  # fmt: skip
+        """What a share of the memory that it is told falls short of, with `before` bytes free before the weights."""
+
+    def plan_refusal(
+        self, allocation: Allocation, spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None,
+        version: str | None, context: int,
+    ) -> str | None:  # fmt: skip
+        """Why it does not start although its cache holds a request; None where it does."""
+
+    # Where it takes a length by the memory, its module has this too:
+    # default_context(device_bytes of every device, the model's maximum) -> int: the length it takes without being told.
 
 
 class Engine(Record):
@@ -75,6 +102,8 @@ class Engine(Record):
     """Whether a cache format that the checkpoint names is taken without being told."""
     cache_format: CacheFormat | None = None
     """What keys and values are kept in without being told; None is the model's dtype."""
+    smaller_cache: str = ""
+    """A cache format of about half the size, in its own word; empty where it has none."""
     splits: bool = False
     """Whether it cuts every layer over ranks, or gives stages of layers to them."""
     slots: str = ""
@@ -124,6 +153,7 @@ IDEAL = Engine(
     beams_share_cross=True,
     quantizes=True,
     summary="what the architecture needs, without any engine's rounding",
+    smaller_cache="fp8",
 )
 
 # Source: transformers 5.24 cache_utils.py. DynamicSlidingWindowLayer keeps window - 1
@@ -151,6 +181,7 @@ VLLM = Engine(
     splits=True,
     auto_fp32=False,
     follows_checkpoint=True,
+    smaller_cache="fp8",
 )
 
 LLAMA_CPP = Engine(
@@ -163,6 +194,7 @@ LLAMA_CPP = Engine(
     module=".llama_cpp",
     slots="shared",
     cache_format=plain(FP16).replace(name="f16"),
+    smaller_cache="q8_0",
 )
 
 TENSORRT_LLM = Engine(
@@ -175,6 +207,7 @@ TENSORRT_LLM = Engine(
     module=".tensorrt_llm",
     splits=True,
     follows_checkpoint=True,
+    smaller_cache="fp8",
 )
 
 OLLAMA = LLAMA_CPP.replace(
@@ -195,6 +228,7 @@ SGLANG = Engine(
     module=".sglang",
     splits=True,
     auto_fp32=False,
+    smaller_cache="fp8_e4m3",
 )
 
 ENGINES: tuple[Engine, ...] = (IDEAL, TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, OLLAMA)

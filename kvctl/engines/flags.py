@@ -150,7 +150,13 @@ def _text(text: str, spelling: str, flag: Flag) -> str:
     return text.strip()
 
 
+def _layers(text: str, spelling: str, flag: Flag) -> int | None:
+    """A number of layers; all of them for llama.cpp's words for that."""
+    return None if text.lower() in ("all", "auto", "-1", "-2") else _count(text, spelling, flag)
+
+
 SWITCH = Kind("", None)
+LAYERS = Kind("N", _layers)
 COUNT = Kind("N", _count)
 TOKENS = Kind("TOKENS", _tokens)
 BYTES = Kind("SIZE", _bytes)
@@ -225,6 +231,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("chunked_prefill", SWITCH, {"vllm": ("--enable-chunked-prefill",)},
          "Whether prompts are cut into batches.",
          off=("--no-enable-chunked-prefill",)),
+    Flag("cpu_offload", GIB, {"vllm": ("--cpu-offload-gb",), "sglang": ("--cpu-offload-gb",)},
+         "Weights of each GPU that stay in host memory: GiB, or with a unit."),
+    Flag("gpu_layers", LAYERS, {"llama.cpp": ("--n-gpu-layers", "-ngl", "--gpu-layers")},
+         "Layers on the GPUs, with their part of the cache; the others stay with the CPU. Default: all.",
+         low=0),
     Flag("attention_dp", SWITCH, {"tensorrt-llm": ("--enable-attention-dp",), "sglang": ("--enable-dp-attention",)},
          "Every rank keeps whole heads, for requests of its own."),
     Flag("max_tokens", TOKENS, {"tensorrt-llm": ("--max-tokens",), "sglang": ("--max-total-tokens",)},

@@ -65,7 +65,7 @@ def plan(
             f"{parallel} parallel requests of {length:,} tokens: llama-server -c {length * parallel} -np {parallel}"
         )
     batch = serving.ubatch or batch_of(length * parallel)
-    if any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states):
+    if spec.keeps(LatentAttention):
         warnings.append("a file without attention.key_length_mla, as the library's older ones are, keeps decompressed "
                         "keys and values instead of latents: several times as much")  # fmt: skip
     told = Serving(kv_budget=serving.kv_budget, slots=parallel, unified=False, flash_attention=serving.flash_attention)

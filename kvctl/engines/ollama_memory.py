@@ -12,8 +12,23 @@ from collections.abc import Sequence
 from kvctl.allocation import Part, Serving
 from kvctl.engines import ollama
 from kvctl.engines.llama_cpp import memory as server
+from kvctl.engines.usual import kv_budget, left, plan_refusal, shortage, start_refusal, started
 from kvctl.spec import ModelSpec
 from kvctl.units import GIB, MIB
+
+__all__ = [
+    "default_context",
+    "expected",
+    "kv_budget",
+    "left",
+    "overheads",
+    "places",
+    "plan_refusal",
+    "shortage",
+    "start_refusal",
+    "started",
+    "told",
+]
 
 _TIERS = ((47 * GIB, 262_144), (23 * GIB, 32_768))
 """Memory of all GPUs together, and the num_ctx that Ollama takes from there on."""
@@ -27,11 +42,6 @@ def default_context(device_bytes: Sequence[int], trained: int | None) -> int:
     total = sum(device_bytes)
     context = next((length for from_, length in _TIERS if total >= from_), _SMALLEST)
     return min(context, trained or context)
-
-
-def lower_context(context: int) -> int | None:
-    """The next num_ctx that Ollama tries by itself when a load runs out of memory; None: it gives up."""
-    return 32_768 if context > 32_768 else _SMALLEST if context > _SMALLEST else None
 
 
 def told(spec: ModelSpec, serving: Serving, context: int) -> tuple[Serving, int]:
@@ -60,8 +70,8 @@ def overheads(
     """What llama-server takes on one GPU beside weights and cache for num_ctx `context`."""
     if version is not None:
         ollama.check_version(version)
-    started, length = told(spec, serving, context)
-    return server.overheads(spec, started, dtype_bytes=dtype_bytes, device_bytes=device_bytes, gpu_name=gpu_name,
+    command, length = told(spec, serving, context)
+    return server.overheads(spec, command, dtype_bytes=dtype_bytes, device_bytes=device_bytes, gpu_name=gpu_name,
                             version=None, context=length, layers=layers, head=head, devices=devices)  # fmt: skip
 
 
@@ -70,26 +80,11 @@ def expected(spec: ModelSpec, serving: Serving, *, file_bytes: int, context: int
 
     With more than 80% of the free memory it first unloads other models. None: the model's numbers are not known.
     """
-    started, length = told(spec, serving, context)
+    command, length = told(spec, serving, context)
     cache = ollama.expected_cache(spec, length)
     if cache is None:
         return None
-    return file_bytes + cache + next((more for least, more in _SURCHARGES if (started.ubatch or 0) >= least), 0)
-
-
-def kv_budget(
-    *,
-    device_bytes: int,
-    free_bytes: int,
-    weights_bytes: int,
-    parts: Sequence[Part],
-    serving: Serving,
-    version: str | None,
-    spec: ModelSpec,
-) -> int:
-    """Bytes for the cache on one device, by llama.cpp's own rule."""
-    return server.kv_budget(device_bytes=device_bytes, free_bytes=free_bytes, weights_bytes=weights_bytes, parts=parts,
-                            serving=serving, version=None, spec=spec)  # fmt: skip
+    return file_bytes + cache + next((more for least, more in _SURCHARGES if (command.ubatch or 0) >= least), 0)
 
 
 places = server.places

@@ -13,9 +13,8 @@ Sources, as others printed them:
 from __future__ import annotations
 
 from kvctl.allocation import Part
-from kvctl.units import format_bytes
+from kvctl.units import MIB, format_bytes
 
-MIB = 2**20
 CONTEXT = 550 * MIB
 """CUDA's context with the kernels that are loaded at once."""
 TWO_RANKS, MANY_RANKS = 450 * MIB, 1900 * MIB

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from kvctl.errors import UsageError
+from kvctl.record import Record
+
+Rules = TypeVar("Rules", bound=Record)
+
+
+def history(kind: type[Rules], changes: Sequence[dict[str, Any]]) -> tuple[Rules, ...]:
+    """The rules after every change, oldest first: what a change does not name stays as it was."""
+    out = [kind(**changes[0])]
+    for change in changes[1:]:
+        out.append(out[-1].replace(**change))
+    return tuple(out)
 
 
 def numbers(version: str, engine: str, example: str) -> tuple[int, ...]:

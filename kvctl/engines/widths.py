@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.record import Record
 from kvctl.spec import Attention, ModelSpec
 
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+USED = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token", "top_k")
+EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+FEED = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "inner_dim")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""What configurations call these."""
+UNGATED = frozenset(
+    [
+        "arcee",
+        "biogpt",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "nemotron_h",
+        "opt",
+        "persimmon",
+        "phi",
+        "phi-msft",
+        "RefinedWeb",
+        "RefinedWebModel",
+        "starcoder2",
+        "whisper",
+        "xglm",
+    ]
+)
+"""Model types whose feed-forward parts have no gate: one product in, an activation, one product out."""
 _MOST_USED = 1024
 """Experts for a token, far above those of published models."""
 _FOURFOLD = ("gpt2", "gptj", "bloom", "falcon", "mpt", "RefinedWeb", "RefinedWebModel")
@@ -65,22 +100,17 @@ def widths(spec: ModelSpec) -> Widths:
     dim = widest.key_dim if widest is not None else max(1, hidden // heads)
     keys = widest.kv_heads * widest.key_dim if widest is not None else hidden
     values = widest.kv_heads * widest.value_dim if widest is not None else hidden
-    experts = _first(f, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    feed = _first(
-        f, "intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "inner_dim"
-    )
+    experts, feed = first(f, EXPERTS), first(f, FEED)
     expert, used, shared, dense = 0, 0, 0, 0
     if experts > 1:
-        expert = _first(f, "moe_intermediate_size", "expert_ffn_hidden_size") or feed
-        used = _first(f, "num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k") or 1
+        expert, used = first(f, EXPERT_WIDTHS) or feed, first(f, USED) or 1
         if used > min(experts, _MOST_USED):
             raise ConfigError(f"{spec.id}: {used:,} of {experts:,} experts for each token cannot be")
-        shared = _first(f, "shared_expert_intermediate_size", "shared_intermediate_size")
-        shared = shared or expert * _first(f, "n_shared_experts", "num_shared_experts")
-        if not _first(f, "moe_intermediate_size", "expert_ffn_hidden_size"):
+        shared = first(f, ("shared_expert_intermediate_size", "shared_intermediate_size")) or expert * first(f, SHARED)
+        if not first(f, EXPERT_WIDTHS):
             feed = 0  # every layer is a mixture
         elif feed:
-            dense = _first(f, "first_k_dense_replace")
+            dense = first(f, ("first_k_dense_replace",))
     if not feed and not expert:
         if f.has("n_embd") or f.type in _FOURFOLD:
             feed = 4 * hidden  # what these classes make of a width that is not named
@@ -93,18 +123,21 @@ def widths(spec: ModelSpec) -> Widths:
 def base(spec: ModelSpec, f: Fields) -> tuple[int, int, int]:
     """Width of the model, words of its vocabulary and query heads, under any of their names; 0 where there is none."""
     return (
-        spec.hidden_size or _first(f, "n_embd", "d_model"),
-        spec.vocab_size or _first(f, "padded_vocab_size"),
-        spec.attention_heads or _first(f, "num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"),
+        spec.hidden_size or first(f, ("n_embd", "d_model")),
+        spec.vocab_size or first(f, ("padded_vocab_size",)),
+        spec.attention_heads or first(f, ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")),
     )
 
 
-def _first(f: Fields, *names: str) -> int:
+def first(f: Fields, names: tuple[str, ...]) -> int:
     """The first of these that is a number, or 0; where layers differ, the widest."""
-    for name in names:
-        found = f.get(name)
-        if isinstance(found, list) and found:
-            found = max((n for n in found if isinstance(n, int)), default=None)
-        if isinstance(found, int) and not isinstance(found, bool) and 0 < found < 2**40:
-            return found
-    return 0
+    return next((value for value in (whole(f.get(name)) for name in names) if value), 0)
+
+
+def whole(value: Any) -> int:
+    """A whole number within reason, or the largest of a list; 0 for anything else."""
+    if isinstance(value, (list, tuple)):
+        return max((whole(entry) for entry in value[:10_000] if not isinstance(entry, (list, tuple))), default=0)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvctl.record import Record
-from kvctl.units import MIB
+from kvctl.units import GIB, MIB
 
 # What Metal lets one process hold (recommendedMaxWorkingSetSize): about 2/3 of the memory up to 32 GB, 3/4 above.
-_METAL_SMALL_BYTES = 32 * 2**30
+_METAL_SMALL_BYTES = 32 * GIB
 
 
 class GpuFacts(Record):

@@ -66,9 +66,9 @@ def _devices(text: str) -> tuple[Device, ...]:
     if item.name.lower() == "cpu":
         return (_cpu(item),)
     found = table.find(item.name)
-    if found is None:
+    if not found:
         raise _unknown(text, item.name)
-    return _cards(item, found.cards)
+    return _cards(item, found)
 
 
 def _item(text: str, head: str, memory: str | None) -> _Item:
@@ -83,7 +83,7 @@ def _item(text: str, head: str, memory: str | None) -> _Item:
     if after is not None:
         readings.append((head[: after.start()], after[1]))
     for name, digits in readings:
-        if table.find(name) is not None or name.strip().lower() == "cpu":
+        if table.find(name) or name.strip().lower() == "cpu":
             return _Item(count * _count(digits, text), name.strip(), memory)
         if memory is None and (sized := _sized(name)) is not None:
             return _Item(count * _count(digits, text), *sized, named_size=True)
@@ -97,8 +97,8 @@ def _sized(name: str) -> tuple[str, str] | None:
         return None
     for digits in (3, 2, 1):
         bare, size = match[1][:-digits], match[1][-digits:]
-        found = table.find(bare) if size.isascii() and size.isdecimal() else None
-        if found is not None and any(_published(card, int(size) * 10**9) for card in found.cards):
+        found = table.find(bare) if size.isascii() and size.isdecimal() else ()
+        if any(_published(card, int(size) * 10**9) for card in found):
             return bare.strip(" -_"), size + "GB"
     return None
 

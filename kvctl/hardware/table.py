@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvctl.hardware.device import GpuFacts
+from kvctl.units import MIB
 
 # Words that people add or leave out; what is left tells every card of the table apart.
 _MAKERS = re.compile("nvidia|geforce|tesla|amd|instinct|radeon|intel|habana|apple|rtx|generation|gpu|pergpu")
 _SPELLED = re.compile(r"[A-Za-z0-9 ._/()+-]{1,80}")
 _GIGABYTES = re.compile(r"(\d)gi?b")
 
-
 # importlib.resources would cost more than a look-up.
 _PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "gpus.json")
-
-
-class Meaning(NamedTuple):
-    """The cards that a name may mean, the likeliest first."""
-
-    cards: tuple[GpuFacts, ...]
 
 
 def key(name: str) -> str:
@@ -74,29 +68,27 @@ def _card(row: dict[str, Any], legend: dict[str, str]) -> GpuFacts:
 
 
 @cache
-def _index() -> dict[str, Meaning]:
+def _index() -> dict[str, tuple[GpuFacts, ...]]:
     """Every spelling's key; what several cards share must be listed as generic."""
-    index: dict[str, Meaning] = {}
+    index: dict[str, tuple[GpuFacts, ...]] = {}
     for card in cards():
         for name in (card.name, *card.nvml_names, *card.aliases):
-            index[key(name)] = Meaning((card,))
+            index[key(name)] = (card,)
     by_name = {card.name: card for card in cards()}
     for name, members in _data()["generic"].items():
-        index[key(name)] = Meaning(tuple(by_name[member] for member in members))
+        index[key(name)] = tuple(by_name[member] for member in members)
     return index
 
 
-def find(name: str) -> Meaning | None:
-    """The cards that a name means, or None."""
-    return _index().get(key(name)) if _SPELLED.fullmatch(name) else None
+def find(name: str) -> tuple[GpuFacts, ...]:
+    """The cards that a name may mean, the likeliest first; none for a name that is not known."""
+    return _index().get(key(name), ()) if _SPELLED.fullmatch(name) else ()
 
 
 def facts_of(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
     """The row of a card that this machine's driver names; of several, the one with the nearest memory."""
     found = find(nvml_name)
-    if found is None:
-        return None
-    return min(found.cards, key=lambda card: abs(card.device_mib * 2**20 - memory_bytes))
+    return min(found, key=lambda card: abs(card.device_mib * MIB - memory_bytes), default=None)
 
 
 def nearest(name: str) -> tuple[str, ...]:
@@ -107,4 +99,4 @@ def nearest(name: str) -> tuple[str, ...]:
     index = _index()
     within = sorted((known for known in index if len(known) > 2 and known in spelled), key=len, reverse=True)
     near = [*within, *difflib.get_close_matches(spelled, index, n=8, cutoff=0.6)]
-    return tuple(dict.fromkeys(index[known].cards[0].name for known in near))[:3]
+    return tuple(dict.fromkeys(index[known][0].name for known in near))[:3]

@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 
 from kvctl.record import Record
-from kvctl.units import GIB, KIB, MIB, TIB
+from kvctl.units import BINARY, GIB, KIB, MIB, TIB
 
 _FAR = 10
 """A limit this many times above every curve stays outside: the curves would be a line at the bottom."""
-
-_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 
 
 class Axis(Record):
@@ -61,7 +59,7 @@ def context_axis(contexts: Sequence[int], most: int) -> Axis:
 
 def _token_label(value: int) -> str:
     """4096 as 4k and 1048576 as 1M, as kvctl reads them: k is 1,024."""
-    for unit, size in (("T", 2**40), ("G", 2**30), ("M", 2**20), ("k", 2**10)):
+    for unit, size in (("T", TIB), ("G", GIB), ("M", MIB), ("k", KIB)):
         if value >= size and value % size == 0:
             return f"{value // size:,}{unit}"
     return f"{value:,}"
@@ -93,7 +91,7 @@ def _unit(peak: int) -> tuple[str, int]:
     """GiB from half of one to 8,192 of them and for nothing; beyond, larger or smaller."""
     if peak == 0 or GIB // 2 <= peak <= 8192 * GIB:
         return "GiB", GIB
-    for unit, size in _UNITS:
+    for unit, size in BINARY:
         if peak >= size and (unit != "GiB" or peak >= GIB):
             return unit, size
     return "bytes", 1

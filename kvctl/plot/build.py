@@ -40,10 +40,14 @@ def chart_of(specs: Sequence[ModelSpec], plans: Plans) -> Chart:
                 engine = [part for part in fit.parts if part.name not in ("left free", "in use")]
                 points[tokens] = fit.weights_bytes + fit.kv_bytes + sum(part.bytes for part in engine)
                 idle = fit.overhead_bytes - sum(part.bytes for part in engine)
-                limits[fit.device_bytes - idle] = f"{fit.devices[fit.bottleneck_rank]}" + (
-                    f", of which {result.engine} takes" if idle else "")  # fmt: skip
+                limit = fit.device_bytes - idle
+                card = fit.devices[fit.bottleneck_rank].removeprefix("NVIDIA ").removeprefix("GeForce ")
+                limits[limit] = f"{result.engine}'s share of {card}" if idle else card
+                if not fit.fits:
+                    # A block that is set aside, or a pool that is divided: it ends before the last byte is taken.
+                    points[tokens] = max(points[tokens], limit + 1)
                 if fit.estimated:
-                    notes.add("estimated where it says so in the table: activations, graphs and the like")
+                    notes.add("estimated: " + ", ".join(words.partition(":")[0] for words in fit.estimated))
                 ranks = f"; rank {fit.bottleneck_rank} of {device_words(fit)}" if len(fit.ranks) > 1 else ""
             else:
                 plan = result.allocation
@@ -55,10 +59,13 @@ def chart_of(specs: Sequence[ModelSpec], plans: Plans) -> Chart:
             curves.append((name, format_words(result), engine_words(result), tuple(sorted(points.items()))))
     if first is None:
         raise UsageError("nothing to plot", hint="name a model and contexts, for example --ctx 4k,32k,128k")
-    what = "weights, cache and the engine's own" if first.fit is not None else "KV cache"
+    names = dict.fromkeys(name for name, *_ in curves)
+    models = ", ".join(names) if len(names) <= 2 else plural(len(names), "model")
+    where = f" on {device_words(first.fit)}" if first.fit is not None else ""
+    what = "weights, cache and what the engine takes beside them" if first.fit is not None else "KV cache"
     return Chart(
-        title=f"{what} against context",
-        subtitle=plural(first.sequences, "sequence"),
+        title=f"{models}{where}: memory against context",
+        subtitle=f"{what}; {plural(first.sequences, 'sequence')}",
         curves=_named(curves),
         limits=tuple(Limit(name, size) for size, name in sorted(limits.items())),
         note=f"kvctl {__version__}; {'; '.join(sorted(notes))}; GiB is 2^30 bytes",

@@ -19,14 +19,9 @@ def sums(log: StartLog) -> Iterator[LogRow]:
     total, share, asked = log.figure("device_total"), log.figure("utilization"), log.figure("requested")
     if total is not None and share is not None and asked is not None:
         low, high = total.low * (share.value - share.half), total.high * (share.value + share.half)
-        agrees = low <= asked.high and asked.low <= high
+        agrees = asked.meets(low, high)
         cause, free = "", log.figure("device_free")
-        if (
-            not agrees
-            and free is not None
-            and free.low * share.value <= asked.high
-            and asked.low <= free.high * share.value
-        ):
+        if not agrees and free is not None and asked.meets(free.low * share.value, free.high * share.value):
             cause = "a share of the memory that was free, not of the total"
         yield row("share of the GPU", asked, round(low), round(high), agrees, cause)
     left = log.figure("kv_available")
@@ -35,12 +30,12 @@ def sums(log: StartLog) -> Iterator[LogRow]:
         return
     low = asked.low - sum(part.high for part in parts)
     high = asked.high - sum(part.low for part in parts)
-    agrees = low <= left.high and left.low <= high
+    agrees = left.meets(low, high)
     cause, graphs = "", log.figure("graphs_estimated")
     if not agrees and graphs is not None:
-        if low - graphs.high <= left.high and left.low <= high - graphs.low:
+        if left.meets(low - graphs.high, high - graphs.low):
             cause = f"{graphs.text} of CUDA graphs are taken out as well"
-        elif low + graphs.low <= left.high and left.low <= high + graphs.high:
+        elif left.meets(low + graphs.low, high + graphs.high):
             cause = f"{graphs.text} of CUDA graphs are not taken out"
     yield row("share less the parts", left, low, high, agrees, cause)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from kvctl.allocation import Allocation
 from kvctl.record import Record
+from kvctl.search import last
 from kvctl.size import SizePlan
-from kvctl.startlog.causes import first, variants
+from kvctl.startlog.causes import cause, compared
 from kvctl.startlog.figures import Figure
 from kvctl.startlog.log import StartLog
 from kvctl.startlog.report import LogRow, row
@@ -59,13 +60,13 @@ def capacity(trial: Trial, plan: SizePlan, meaning: str = "") -> Found | None:
         low = high = int(counted.value)
     wanted, concurrency = log.figure("capacity"), log.figure("concurrency")
     if wanted is not None:
-        first, last = low, high
-        while first < last:
-            middle = (first + last) // 2
-            found = at(middle)
+
+        def too_few(blocks: int) -> bool:
+            found = at(blocks)
             reached = _tokens(found, meaning) if found is not None else None
-            first, last = (middle + 1, last) if reached is not None and reached < wanted.value else (first, middle)
-        low = first
+            return reached is not None and reached < wanted.value
+
+        low = last(too_few, low - 1, high) + 1
     for blocks in range(low, min(low + _NEAR, high) + 1):
         found = at(blocks)
         if found is not None and _says(found, wanted, concurrency, meaning):
@@ -131,32 +132,32 @@ def rows(trial: Trial) -> Iterator[LogRow]:
     """Block size, blocks, capacity and concurrency of the log beside the plan's."""
     log, plan = trial.log, trial.plan
     said = log.figure("block_size")
-    sample = trial.allocation(plan)
-    if said is not None and sample is not None:
-        agrees = sample.block_size == said.value
-        cause = "" if agrees else first(
-            variants(trial.log, trial.spec, plan), lambda other: (got := trial.allocation(other)) is not None and got.block_size == said.value
-        )  # fmt: skip
-        yield row("block size", said, sample.block_size, sample.block_size, agrees, cause)
+    if said is not None:
+
+        def size(plan: SizePlan) -> tuple[float, float] | None:
+            found = trial.allocation(plan)
+            return (found.block_size,) * 2 if found is not None else None
+
+        yield from compared(trial, "block size", said, size)
     tokens, concurrency = log.figure("capacity"), log.figure("concurrency")
     if tokens is None and concurrency is None and log.figure("blocks") is None:
         return
     found = capacity(trial, plan)
     if found is None:
         return
-    cause = remark = ""
+    why = remark = ""
     if found.match is None:
-        cause, remark = _why(trial, found)
+        why, remark = _why(trial, found)
     if (counted := log.figure("blocks")) is not None:
-        yield row("blocks", counted, *found.blocks, found.blocks[0] <= counted.value <= found.blocks[1], cause)
+        yield row("blocks", counted, *found.blocks, found.blocks[0] <= counted.value <= found.blocks[1], why)
     if tokens is not None:
         ends = found.low.reported_capacity or 0, found.high.reported_capacity or 0
         reached = found.match is not None or (_alone(trial, found, "capacity"))
-        yield row("capacity", tokens, *ends, reached, "" if reached else cause, "" if reached else remark)
+        yield row("capacity", tokens, *ends, reached, "" if reached else why, "" if reached else remark)
     if concurrency is not None:
         ratios = round(found.low.max_concurrency or 0, 2), round(found.high.max_concurrency or 0, 2)
         reached = found.match is not None or _alone(trial, found, "concurrency")
-        yield row("concurrency", concurrency, *ratios, reached, "" if reached else cause)
+        yield row("concurrency", concurrency, *ratios, reached, "" if reached else why)
 
 
 def _alone(trial: Trial, found: Found, name: str) -> bool:
@@ -186,8 +187,8 @@ def _why(trial: Trial, found: Found) -> tuple[str, str]:
         got = capacity(trial, other)
         return got is not None and got.match is not None
 
-    if cause := first(variants(trial.log, trial.spec, plan), holds):
-        return cause, ""
+    if words := cause(trial, holds):
+        return words, ""
     return "", _implied(trial, found)
 
 

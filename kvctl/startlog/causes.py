@@ -12,7 +12,10 @@ from kvctl.engines.versions import dotted
 from kvctl.errors import KvctlError
 from kvctl.size import SizePlan
 from kvctl.spec import ModelSpec
+from kvctl.startlog.figures import Figure
 from kvctl.startlog.log import StartLog
+from kvctl.startlog.report import LogRow, row
+from kvctl.startlog.trial import Trial
 
 _BLOCKS = (1, 16, 32, 64, 128, 256, 512, 1024)
 _FORMATS = {
@@ -24,15 +27,31 @@ _FORMATS = {
 _STATES = ("float32", "bfloat16", "float16")
 
 
-def first(variants: Iterator[tuple[str, SizePlan]], holds: Callable[[SizePlan], bool]) -> str:
-    """The first assumption under which a plan gives the log's value; empty where none does."""
-    for words, plan in variants:
+def cause(trial: Trial, holds: Callable[[SizePlan], bool]) -> str:
+    """The likeliest assumption under which a plan gives the log's value; empty where none does."""
+    for words, plan in variants(trial.log, trial.spec, trial.plan):
         try:
             if holds(plan):
                 return words
         except KvctlError:
             continue
     return ""
+
+
+def compared(
+    trial: Trial, name: str, said: Figure, ends: Callable[[SizePlan], tuple[float, float] | None]
+) -> Iterator[LogRow]:
+    """A row with the least and the most that a plan gives, and what accounts for another value; none without them."""
+    found = ends(trial.plan)
+    if found is None:
+        return
+
+    def holds(plan: SizePlan) -> bool:
+        got = ends(plan)
+        return got is not None and said.meets(*got)
+
+    agrees = said.meets(*found)
+    yield row(name, said, *found, agrees, "" if agrees else cause(trial, holds))
 
 
 def variants(log: StartLog, spec: ModelSpec, plan: SizePlan) -> Iterator[tuple[str, SizePlan]]:

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from kvctl.record import Record
+from kvctl.units import BINARY
 
-MIB, GIB = 2**20, 2**30
-
-_UNITS = {GIB: "GiB", MIB: "MiB", 1024: "KiB", 1: "B"}
+UNITS = {**dict(BINARY), "B": 1}
+_NAMES = {size: name for name, size in UNITS.items()}
 _MOST = 10**21
 """No count or size in a log is larger; what is, is damaged."""
 
@@ -37,6 +37,10 @@ class Figure(Record):
     @property
     def high(self) -> float:
         return math.floor(self.value + self.half) if self.unit else self.value + self.half
+
+    def meets(self, low: float, high: float) -> bool:
+        """Whether the true value may lie from `low` to `high`."""
+        return low <= self.high and self.low <= high
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._fields}
@@ -115,7 +119,7 @@ def sized(
         return None
     shown = len(text.partition(".")[2])
     scaled = value * factor
-    printed = f"{text} {_UNITS[factor]}" if unit else text
+    printed = f"{text} {_NAMES[factor]}" if unit else text
     return Figure(name, round(scaled) if unit else scaled, factor * 0.5 * 10 ** -max(decimals, min(shown, 12)), unit,
                   line, where, printed)  # fmt: skip
 

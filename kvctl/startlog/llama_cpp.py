@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvctl.startlog.figures import GIB, MIB, Pool, count, number, sized
+from kvctl.startlog.figures import UNITS, Pool, count, number, sized
 from kvctl.startlog.lines import Line
-from kvctl.startlog.start import Reader, Start, rule
+from kvctl.startlog.start import Reader, Start, fact, rule
+from kvctl.units import MIB
 
 _SIZE = r"(\d[\d.]*)"
 _HALF = MIB * 0.005
@@ -91,13 +92,6 @@ def _context(name: str) -> Any:
     return handler
 
 
-def _fact(name: str) -> Any:
-    def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.facts.setdefault(name, match[1].strip()[:300])
-
-    return handler
-
-
 def _device(start: Start, match: re.Match[str], line: Line) -> None:
     start.facts.setdefault("device", match[2][:80])
     start.add(sized("device_free", match[3], MIB, line.number, match[1][:40], 0))
@@ -124,26 +118,23 @@ def _command(start: Start, match: re.Match[str], line: Line) -> None:
 def _ollama(start: Start, match: re.Match[str], line: Line) -> None:
     # Sizes of Ollama's own engine: they are read, and not compared.
     name = {"model weights": "weights", "kv cache": "kv_cache", "compute graph": "compute_buffer"}[match[1]]
-    unit = {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[4]]
-    start.add(sized(name, match[3], unit, line.number, match[2][:40], 1))
+    start.add(sized(name, match[3], UNITS[match[4]], line.number, match[2][:40], 1))
 
 
 def _required(start: Start, match: re.Match[str], line: Line) -> None:
-    start.add(
-        sized("kv_estimate", match[1], {"GiB": GIB, "MiB": MIB, "KiB": 1024, "B": 1}[match[2]], line.number, "", 1)
-    )
+    start.add(sized("kv_estimate", match[1], UNITS[match[2]], line.number, "", 1))
 
 
 _N = r" += +(\S+)"
 
 RULES = (
-    rule("build", r"\bbuild(?:_info)?(?::| =|:? =|) *b?(\d{4,6})\b", _fact("build")),
-    rule("Listening on", r"Listening on \S+ \(version (\d[\w.+-]*)\)", _fact("version")),
+    rule("build", r"\bbuild(?:_info)?(?::| =|:? =|) *b?(\d{4,6})\b", fact("build")),
+    rule("Listening on", r"Listening on \S+ \(version (\d[\w.+-]*)\)", fact("version")),
     rule("starting llama", r'msg="starting llama[- ](?:server|runner)" cmd="((?:[^"\\]|\\.)*)"', _command),
     rule("memory.required.kv", r'memory\.required\.kv="(\d[\d.]*) (GiB|MiB|KiB|B)"', _required),
     rule(" device=", r'msg="(model weights|kv cache|compute graph)" device=(\S+) size="(\d[\d.]*) (GiB|MiB|KiB|B)"', _ollama),
-    rule("loaded meta data", r"loaded meta data with .* from (.+?) \(version", _fact("model")),
-    rule("general.name", r"general\.name +(?:str)? *= (.+)", _fact("name")),
+    rule("loaded meta data", r"loaded meta data with .* from (.+?) \(version", fact("model")),
+    rule("general.name", r"general\.name +(?:str)? *= (.+)", fact("name")),
     rule("using device", r"using device (\S+) \((.+?)\)(?: \([\w:.]+\))? - (\d+) MiB free", _device),
     rule("buffer size", rf"(\S+) +(model|KV|RS|compute|output) buffer size = +{_SIZE} MiB", _buffer),
     rule("n_seq_max", r"\bn_seq_max" + _N, _context("n_seq_max")),
@@ -157,9 +148,9 @@ RULES = (
     rule("n_parallel", r"n_parallel is set to auto", lambda start, match, line: start.config.setdefault("slots", "auto")),
     rule("full-size SWA cache", r"using full-size SWA cache", lambda start, match, line: start.config.setdefault("swa_full", "1")),
     rule("speculative implementation", r"adding speculative implementation '([\w-]+)'", _drafts),
-    rule("n_max=", r"n_max=(\d+), n_min=", _fact("draft_max")),
-    rule("cache_k=", r"cache_k=(\w+), cache_v=\w+", _fact("draft_key")),
-    rule("cache_k=", r"cache_k=\w+, cache_v=(\w+)", _fact("draft_value")),
+    rule("n_max=", r"n_max=(\d+), n_min=", fact("draft_max")),
+    rule("cache_k=", r"cache_k=(\w+), cache_v=\w+", fact("draft_key")),
+    rule("cache_k=", r"cache_k=\w+, cache_v=(\w+)", fact("draft_value")),
     rule("size = ", CACHE.pattern, _keep),
     rule("size = ", STATES.pattern, _keep),
     rule("KV self size", SELF.pattern, _keep),

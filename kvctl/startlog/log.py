@@ -12,9 +12,10 @@ from kvctl.allocation import Serving
 from kvctl.errors import SourceError, UsageError
 from kvctl.record import Record
 from kvctl.startlog import llama_cpp, sglang, tensorrt_llm, vllm
-from kvctl.startlog.figures import MIB, Figure, Pool, Refusal
+from kvctl.startlog.figures import Figure, Pool, Refusal
 from kvctl.startlog.lines import lines
 from kvctl.startlog.start import Reader, Start
+from kvctl.units import MIB
 
 _OF: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang, "llama.cpp": llama_cpp, "tensorrt-llm": tensorrt_llm}
 _COMMANDS = {"vllm": "vllm serve", "sglang": "python3 -m sglang.launch_server", "llama.cpp": "llama-server",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.size import SizePlan
-from kvctl.startlog.causes import first, variants
+from kvctl.startlog.causes import compared
 from kvctl.startlog.report import LogRow, row
 from kvctl.startlog.trial import Trial
 
@@ -15,32 +15,22 @@ def rows(trial: Trial) -> Iterator[LogRow]:
     log = trial.log
     tokens, size, each = log.figure("capacity"), log.figure("kv_bytes"), log.figure("token_bytes")
 
-    def pool(plan: SizePlan | None) -> float | None:
+    def pool(plan: SizePlan) -> tuple[float, float] | None:
         found = trial.allocation(plan, max_tokens=int(tokens.value), kv_budget=None) if tokens is not None else None
-        return (
-            found.num_blocks * found.bytes_per_block
-            if found is not None and found.num_blocks and found.bytes_per_block
-            else None
-        )
+        if found is None or not found.num_blocks or not found.bytes_per_block:
+            return None
+        return (found.num_blocks * found.bytes_per_block,) * 2
 
-    def token(plan: SizePlan | None) -> float | None:
+    def token(plan: SizePlan) -> tuple[float, float] | None:
         found = trial.allocation(plan)
-        return (
-            found.bytes_per_block / found.block_size
-            if found is not None and found.block_size and found.bytes_per_block
-            else None
-        )
+        if found is None or not found.block_size or not found.bytes_per_block:
+            return None
+        return (found.bytes_per_block / found.block_size,) * 2
 
-    for name, said, value in (("cache", size, pool), ("bytes a token", each, token)):
-        expected = value(None) if said is not None else None
-        if said is None or expected is None:
-            continue
-        agrees = said.low <= expected <= said.high
-        cause = "" if agrees else first(
-            variants(trial.log, trial.spec, trial.plan),
-            lambda plan, value=value, said=said: (got := value(plan)) is not None and said.low <= got <= said.high,  # type: ignore[misc]
-        )  # fmt: skip
-        yield row(name, said, expected, expected, agrees, cause)
+    if size is not None:
+        yield from compared(trial, "cache", size, pool)
+    if each is not None:
+        yield from compared(trial, "bytes a token", each, token)
     budget = log.kv_budget
     if tokens is None or budget is None or trial.plan.serving.max_tokens is not None:
         return

@@ -8,7 +8,7 @@ from typing import Any
 from kvctl.allocation import Allocation
 from kvctl.size import SizePlan
 from kvctl.startlog import llama_cpp, sglang
-from kvctl.startlog.causes import first, variants
+from kvctl.startlog.causes import cause, compared
 from kvctl.startlog.figures import Figure, Pool
 from kvctl.startlog.report import LogRow, row
 from kvctl.startlog.trial import Trial
@@ -24,21 +24,15 @@ def rows(trial: Trial, parse: Parse, told: dict[str, Any]) -> Iterator[LogRow]:
     found = trial.allocation(**told)
     expected = _pools(found, parse)
     wrong = [pool for pool in logged if not _among(pool, expected)]
-    cause = ""
-    if wrong:
-        cause = first(
-            variants(trial.log, trial.spec, trial.plan),
-            lambda plan: _all(logged, _pools(trial.allocation(plan, **told), parse)),
-        )
-        if not cause:
-            # Not all of them by one assumption: each by its own.
-            cause_of = {
-                id(pool): first(
-                    variants(trial.log, trial.spec, trial.plan),
-                    lambda plan, pool=pool: _among(pool, _pools(trial.allocation(plan, **told), parse)),  # type: ignore[misc]
-                )
-                for pool in wrong
-            }
+
+    def accounts_for(pools: list[Pool]) -> str:
+        def holds(plan: SizePlan) -> bool:
+            other = _pools(trial.allocation(plan, **told), parse)
+            return all(_among(pool, other) for pool in pools)
+
+        return cause(trial, holds)
+
+    common = accounts_for(logged) if wrong else ""
     for pool in logged:
         near = min(
             (other for other in expected if other.kind == pool.kind),
@@ -46,7 +40,8 @@ def rows(trial: Trial, parse: Parse, told: dict[str, Any]) -> Iterator[LogRow]:
             default=None,
         )
         agrees = pool not in wrong
-        why = "" if agrees else cause or cause_of[id(pool)] or _paged(pool, near, found)
+        # Where no one assumption accounts for all of them, each may have its own.
+        why = "" if agrees else common or accounts_for([pool]) or _paged(pool, near, found)
         yield _row(pool, pool if agrees else near, agrees, why)
 
 
@@ -72,10 +67,6 @@ def _distinct(pools: tuple[Pool, ...]) -> list[Pool]:
 
 def _among(pool: Pool, expected: list[Pool]) -> bool:
     return any(_fits(pool, other) for other in expected)
-
-
-def _all(logged: list[Pool], expected: list[Pool]) -> bool:
-    return all(_among(pool, expected) for pool in logged)
 
 
 def _fits(pool: Pool, other: Pool) -> bool:
@@ -143,14 +134,7 @@ def sglang_rows(trial: Trial) -> Iterator[LogRow]:
             return None
         return low.capacity_tokens, high.capacity_tokens
 
-    found = ends(trial.plan)
-    if found is None:
-        return
-    agrees = found[0] <= capacity.value <= found[1]
-    cause = "" if agrees else first(
-        variants(trial.log, trial.spec, trial.plan), lambda plan: (got := ends(plan)) is not None and got[0] <= capacity.value <= got[1]
-    )  # fmt: skip
-    yield row("capacity", capacity, *found, agrees, cause)
+    yield from compared(trial, "capacity", capacity, ends)
 
 
 # -- llama.cpp ------------------------------------------------------------------------------
@@ -167,17 +151,20 @@ def llama_rows(trial: Trial) -> Iterator[LogRow]:
         total = Figure(name, sum(part.value for part in parts), sum(part.half for part in parts), "bytes", parts[0].line, "",
                        " + ".join(f"{part.text} on {part.where}" for part in parts[:8]))  # fmt: skip
 
-        def size(plan: SizePlan | None, kind: str = kind) -> float | None:
-            found = _pools(trial.allocation(plan), llama_cpp.pool)
-            return sum(pool.total for pool in found if pool.kind == kind) if found else None
+        yield from _buffers(trial, words, kind, total)
 
-        expected = size(None)
-        if expected is None:
-            continue
+
+def _buffers(trial: Trial, words: str, kind: str, total: Figure) -> Iterator[LogRow]:
+    def size(plan: SizePlan) -> float | None:
+        found = _pools(trial.allocation(plan), llama_cpp.pool)
+        return sum(pool.total for pool in found if pool.kind == kind) if found else None
+
+    def holds(plan: SizePlan) -> bool:
         # The expected sizes are themselves rounded as printed.
-        agrees = abs(expected - total.value) <= 2 * total.half
-        cause = "" if agrees else first(
-            variants(trial.log, trial.spec, trial.plan),
-            lambda plan, size=size, total=total: (got := size(plan)) is not None and abs(got - total.value) <= 2 * total.half,  # type: ignore[misc]
-        )  # fmt: skip
-        yield row(words, total, expected, expected, agrees, cause)
+        got = size(plan)
+        return got is not None and abs(got - total.value) <= 2 * total.half
+
+    expected = size(trial.plan)
+    if expected is not None:
+        agrees = holds(trial.plan)
+        yield row(words, total, expected, expected, agrees, "" if agrees else cause(trial, holds))

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 from kvctl.errors import KvctlError
 from kvctl.size import SizePlan
-from kvctl.startlog.causes import first, variants
-from kvctl.startlog.figures import GIB, MIB
+from kvctl.startlog.causes import compared
+from kvctl.startlog.figures import UNITS
 from kvctl.startlog.report import LogRow, Refused, refusal_words, row
 from kvctl.startlog.trial import Trial
-from kvctl.units import format_bytes
+from kvctl.units import GIB, format_bytes
 
-_SMALLER = {"vllm": "fp8", "sglang": "fp8_e4m3", "llama.cpp": "q8_0", "tensorrt-llm": "fp8"}
 _ALLOCATION = re.compile(
     r"Tried to allocate (\d[\d.]*) (GiB|MiB)\.(?: GPU (\d+) has a total capacity of (\d[\d.]*) GiB of which (\d[\d.]*) (GiB|MiB) is free)?"
 )
@@ -41,27 +40,15 @@ def rows(trial: Trial) -> Iterator[LogRow]:
     needed, longest = log.figure("needed"), log.figure("longest")
     if needed is not None:
 
-        def takes(plan: SizePlan | None) -> int | None:
+        def takes(plan: SizePlan) -> tuple[float, float] | None:
             found = trial.allocation(plan, kv_budget=None, num_blocks=None)
-            return found.reserved_bytes if found is not None else None
+            return (found.reserved_bytes,) * 2 if found is not None else None
 
-        expected = takes(None)
-        if expected is not None:
-            agrees = needed.low <= expected <= needed.high
-            cause = "" if agrees else first(
-                variants(trial.log, trial.spec, trial.plan), lambda plan: (got := takes(plan)) is not None and needed.low <= got <= needed.high
-            )  # fmt: skip
-            yield row("needed", needed, expected, expected, agrees, cause)
+        yield from compared(trial, "needed", needed, takes)
     # The estimate in the message leaves no block aside, as the start itself does from 0.29 on.
     aside = _set_aside(trial)
-    ends = _longest(trial, aside=aside)
-    if longest is not None and ends is not None:
-        agrees = ends[0] <= longest.value <= ends[1]
-        cause = "" if agrees else first(
-            variants(trial.log, trial.spec, trial.plan),
-            lambda plan: (got := _longest(trial, plan, aside)) is not None and got[0] <= longest.value <= got[1],
-        )  # fmt: skip
-        yield row("longest", longest, *ends, agrees, cause)
+    if longest is not None:
+        yield from compared(trial, "longest", longest, lambda plan: _longest(trial, plan, aside))
 
 
 def _fitted(trial: Trial, asked: int) -> Iterator[LogRow]:
@@ -89,7 +76,7 @@ def _set_aside(trial: Trial) -> int:
     return found.bytes_per_block if found is not None else 0
 
 
-def _longest(trial: Trial, plan: SizePlan | None = None, aside: int = 0) -> tuple[int, int] | None:
+def _longest(trial: Trial, plan: SizePlan, aside: int) -> tuple[int, int] | None:
     """Tokens of the longest request that the printed memory and `aside` hold, at both ends of it."""
     budget = trial.log.kv_budget
     if budget is None or budget[0] <= 0:
@@ -111,7 +98,7 @@ def _too_long(trial: Trial) -> Why:
     needed, available = log.figure("needed"), log.figure("available_refused") or log.figure("kv_available")
     length = trial.length
     fits: list[str] = []
-    ends = _longest(trial)
+    ends = _longest(trial, trial.plan, 0)
     if ends is not None and ends[0]:
         fits.append(f"--max-model-len {ends[0]}")
     short = None
@@ -130,8 +117,8 @@ def _too_long(trial: Trial) -> Why:
 def _smaller(trial: Trial) -> list[str]:
     """A smaller format of the cache, where one request then fits."""
     plan, budget = trial.plan, trial.log.kv_budget
-    name = _SMALLER.get(plan.engine.name)
-    if budget is None or name is None or plan.key is not None:
+    name = plan.engine.smaller_cache
+    if budget is None or not name or plan.key is not None:
         return []
     try:
         kind = plan.engine.kv_dtype(name, "--kv-cache-dtype")
@@ -216,16 +203,15 @@ def _out_of_memory(trial: Trial) -> Why:
                 [],
             )
         return "a buffer could not be allocated", None, []
-    units = {"GiB": GIB, "MiB": MIB}
-    tried = float(match[1]) * units[match[2]]
+    tried = float(match[1]) * UNITS[match[2]]
     if match[4] is None:
         return f"{format_bytes(int(tried))} could not be allocated", None, []
-    total, free_bytes = float(match[4]) * GIB, float(match[5]) * units[match[6]]
+    total, free_bytes = float(match[4]) * GIB, float(match[5]) * UNITS[match[6]]
     why = (f"{format_bytes(int(tried))} were to be allocated on GPU {match[3]}, and {format_bytes(int(free_bytes))} of "
            f"{format_bytes(int(total))} were free")  # fmt: skip
     process = _PROCESS.search(log.refusal.text) if log.refusal is not None else None
     if process is not None:
-        others = total - free_bytes - float(process[1]) * units[process[2]]
+        others = total - free_bytes - float(process[1]) * UNITS[process[2]]
         if others > 0.5 * GIB:
             why += f"; other processes hold {format_bytes(int(others))}"
     return why, int(tried - free_bytes), []

@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 from kvctl.startlog import pairs
-from kvctl.startlog.figures import GIB, Pool, count, number, sized, whole
+from kvctl.startlog.figures import Pool, count, number, whole
 from kvctl.startlog.lines import Line
-from kvctl.startlog.start import Reader, Start, rule
+from kvctl.startlog.start import Reader, Start, refused, rule, sizes
+from kvctl.units import GIB
 
 _SIZE = r"(-?\d[\d.]*)"
 _HALF = GIB * 0.005
@@ -69,19 +70,11 @@ def _args(start: Start, match: re.Match[str], line: Line) -> None:
         start.args = pairs.settings(line.text[match.end() :])
 
 
-def _gb(*names: str) -> Any:
-    def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.add(*(sized(name, match[index], GIB, line.number, line.where)
-                    for index, name in enumerate(names, 1) if match[index]))  # fmt: skip
-
-    return handler
-
-
 def _loaded(start: Start, match: re.Match[str], line: Line) -> None:
     # The second model of a rank is the one that drafts.
     draft = any(f.name == "free_after" and f.where == line.where for f in start.figures)
     names = ("free_after_draft", "weights_draft") if draft else ("free_after", "weights")
-    _gb(*names)(start, match, line)
+    sizes(GIB, *names)(start, match, line)
 
 
 def _limits(start: Start, match: re.Match[str], line: Line) -> None:
@@ -92,26 +85,14 @@ def _limits(start: Start, match: re.Match[str], line: Line) -> None:
     )
 
 
-def _fraction(start: Start, match: re.Match[str], line: Line) -> None:
-    start.refuse("fraction", line)
-
-
-def _rest(start: Start, match: re.Match[str], line: Line) -> None:
-    start.add(sized("rest", match[1], GIB, line.number, line.where))
-
-
 def _full(start: Start, match: re.Match[str], line: Line) -> None:
     times = int(start.facts.get("retracted", "0")) + 1
     start.facts["retracted"] = str(times)
 
 
-def _out_of_memory(start: Start, match: re.Match[str], line: Line) -> None:
-    start.refuse("out of memory", line)
-
-
 def _before(start: Start, match: re.Match[str], line: Line) -> None:
     if not any(f.name == "free_before" and f.where == line.where for f in start.figures):
-        _gb("free_before")(start, match, line)
+        sizes(GIB, "free_before")(start, match, line)
 
 
 class SglangReader(Reader):
@@ -127,13 +108,13 @@ class SglangReader(Reader):
         rule("is allocated.", KV.pattern, _keep),
         rule("Mamba Cache", STATES.pattern, _keep),
         rule("SWAKVPool", SWA.pattern, _keep),
-        rule("Memory pool end", rf"Memory pool end\. avail mem={_SIZE} GB", _gb("free_pool")),
-        rule("raph end", rf"Capture .*?graph end\..*?mem usage={_SIZE} GB", _gb("graphs")),
+        rule("Memory pool end", rf"Memory pool end\. avail mem={_SIZE} GB", sizes(GIB, "free_pool")),
+        rule("raph end", rf"Capture .*?graph end\..*?mem usage={_SIZE} GB", sizes(GIB, "graphs")),
         rule("max_total_num_tokens=", LIMITS.pattern, _limits),
-        rule("total_rest_memory", rf"total_rest_memory ?=? ?{_SIZE} GB", _rest),
-        rule("--mem-fraction-static", r"Not enough memory\. Please try to increase --mem-fraction-static", _fraction),
+        rule("total_rest_memory", rf"total_rest_memory ?=? ?{_SIZE} GB", sizes(GIB, "rest")),
+        rule("--mem-fraction-static", r"Not enough memory\. Please try to increase --mem-fraction-static", refused("fraction")),
         rule("KV cache pool is full", r"KV cache pool is full\. Retract requests", _full),
-        rule("out of memory. Tried to allocate", r"out of memory\. Tried to allocate", _out_of_memory),
+        rule("out of memory. Tried to allocate", r"out of memory\. Tried to allocate", refused("out of memory")),
     )  # fmt: skip
 
     def begins(self, start: Start | None, line: Line) -> bool:

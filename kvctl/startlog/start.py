@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvctl.startlog.figures import Figure, Pool, Refusal
+from kvctl.startlog.figures import Figure, Pool, Refusal, sized, whole
 from kvctl.startlog.lines import Line
 
 _MOST = 400
@@ -107,3 +107,45 @@ class Reader:
 def rule(mark: str, pattern: str, handler: Handler) -> tuple[str, re.Pattern[str], Handler]:
     """A row of `Reader.rules`."""
     return mark, re.compile(pattern), handler
+
+
+# What many rules make of a line.
+
+
+def fact(name: str) -> Handler:
+    """The first group of the first such line, as text."""
+
+    def handler(start: Start, match: re.Match[str], line: Line) -> None:
+        start.facts.setdefault(name, match[1].strip()[:300])
+
+    return handler
+
+
+def counted(name: str, unit: str) -> Handler:
+    """The first group as a count."""
+
+    def handler(start: Start, match: re.Match[str], line: Line) -> None:
+        start.add(whole(name, match[1], unit, line.number, line.where))
+
+    return handler
+
+
+def sizes(factor: int, *names: str) -> Handler:
+    """The groups in turn as sizes in units of `factor` bytes; those that did not take part are left out."""
+
+    def handler(start: Start, match: re.Match[str], line: Line) -> None:
+        start.add(*(sized(name, match[index], factor, line.number, line.where)
+                    for index, name in enumerate(names, 1) if match[index]))  # fmt: skip
+
+    return handler
+
+
+def refused(kind: str, *then: Handler) -> Handler:
+    """Why it stopped, and what else the line says."""
+
+    def handler(start: Start, match: re.Match[str], line: Line) -> None:
+        start.refuse(kind, line)
+        for other in then:
+            other(start, match, line)
+
+    return handler

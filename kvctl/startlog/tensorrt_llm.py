@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 from kvctl.startlog import pairs
-from kvctl.startlog.figures import GIB, sized, whole
+from kvctl.startlog.figures import sized, whole
 from kvctl.startlog.lines import Line
-from kvctl.startlog.start import Reader, Start, rule
+from kvctl.startlog.start import Reader, Start, fact, refused, rule, sizes
+from kvctl.units import GIB
 
 _SIZE = r"(\d[\d.]*)"
 
@@ -56,13 +57,11 @@ class TrtReader(Reader):
 
     engine = "tensorrt-llm"
     rules = (
-        rule("version: ", r"TensorRT[- ]LLM version: (\d[\w.]*)",
-             lambda start, match, line: start.facts.setdefault("version", match[1][:40])),
+        rule("version: ", r"TensorRT[- ]LLM version: (\d[\w.]*)", fact("version")),
         rule("engine args: {", r"engine args: \{", _args),
         rule("LlmArgs(", r"\w*LlmArgs\(", _args),
         rule("Memory usage when calculating", rf"total: {_SIZE} GiB, available: {_SIZE} GiB",
-             lambda start, match, line: start.add(sized("device_total", match[1], GIB, line.number),
-                                                  sized("device_free", match[2], GIB, line.number))),
+             sizes(GIB, "device_total", "device_free")),
         rule("Peak memory during", rf"\(torch \+ non-torch\): {_SIZE} GiB, available KV cache memory when calculating max tokens: "
              rf"{_SIZE} GiB(?:, fraction is set {_SIZE}, kv size(?: per token)? is (\d+)\. device total memory {_SIZE} GiB)?"
              rf"(?:[, ]*(?:tmp kv_mem|temporary kv cache memory during profiling) {_SIZE} GiB)?", _measured),
@@ -73,7 +72,7 @@ class TrtReader(Reader):
              lambda start, match, line: start.facts.__setitem__("block", match[1])),
         rule("for max tokens in paged KV cache", rf"Allocated {_SIZE} GiB for max tokens in paged KV cache \((\d+)\)", _allocated),
         rule("out of memory. Tried to allocate", r"out of memory\. Tried to allocate",
-             lambda start, match, line: start.refuse("out of memory", line)),
+             refused("out of memory")),
     )  # fmt: skip
 
     def begins(self, start: Start | None, line: Line) -> bool:

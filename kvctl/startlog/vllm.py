@@ -11,51 +11,18 @@ import re
 from typing import Any
 
 from kvctl.startlog import pairs
-from kvctl.startlog.figures import GIB, Figure, sized, whole
+from kvctl.startlog.figures import Figure, sized, whole
 from kvctl.startlog.lines import Line
-from kvctl.startlog.start import Reader, Start, rule
+from kvctl.startlog.start import Reader, Start, counted, fact, refused, rule, sizes
+from kvctl.units import GIB
 
 _SIZE = r"(-?\d[\d.]*)"
-
-
-def _gib(*names: str) -> Any:
-    """A handler that takes the groups of a pattern as sizes in GiB."""
-
-    def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.add(
-            *(sized(name, match[index], GIB, line.number, line.where) for index, name in enumerate(names, 1) if name)
-        )
-
-    return handler
 
 
 def _ratio(name: str, text: str, line: Line, decimals: int | None = None) -> Figure | None:
     """A number without a unit; exact where it is not printed with so many decimals."""
     found = sized(name, text, 1, line.number, line.where, decimals or 0, unit="")
     return found if found is None or decimals is not None else found.replace(half=0)
-
-
-def _count(name: str, unit: str) -> Any:
-    def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.add(whole(name, match[1], unit, line.number, line.where))
-
-    return handler
-
-
-def _fact(name: str) -> Any:
-    def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.facts.setdefault(name, match[1].strip()[:200])
-
-    return handler
-
-
-def _refused(kind: str, *then: Any) -> Any:
-    def handler(start: Start, match: re.Match[str], line: Line) -> None:
-        start.refuse(kind, line)
-        for other in then:
-            other(start, match, line)
-
-    return handler
 
 
 def _args(start: Start, match: re.Match[str], line: Line) -> None:
@@ -76,7 +43,7 @@ def _utilization(start: Start, match: re.Match[str], line: Line) -> None:
 
 def _profile(start: Start, match: re.Match[str], line: Line) -> None:
     """V0: the share as printed with two decimals."""
-    _gib("device_total")(start, match, line)
+    sizes(GIB, "device_total")(start, match, line)
     start.add(_ratio("utilization", match[2], line, 2), sized("requested", match[3], GIB, line.number, line.where))
 
 
@@ -89,23 +56,10 @@ def _capacity(start: Start, match: re.Match[str], line: Line) -> None:
     start.add(whole("capacity", match[2], "tokens", line.number, line.where))
 
 
-def _suggested(start: Start, match: re.Match[str], line: Line) -> None:
-    # What is left of the share when weights, activations, graphs and 150 MiB are taken off, to the byte.
-    start.add(whole("suggested", match[1], "bytes", line.number, line.where))
-
-
 def _fitted(start: Start, match: re.Match[str], line: Line) -> None:
     start.facts["fitted"] = match[2]
     start.add(whole("length_asked", match[1], "tokens", line.number, line.where))
     start.add(whole("longest", match[2], "tokens", line.number, line.where))
-
-
-def _blocks(start: Start, match: re.Match[str], line: Line) -> None:
-    start.add(whole("blocks", match[1], "blocks", line.number, line.where))
-
-
-def _out_of_memory(start: Start, match: re.Match[str], line: Line) -> None:
-    start.refuse("out of memory", line)
 
 
 def _consumed(start: Start, match: re.Match[str], line: Line) -> None:
@@ -129,62 +83,61 @@ def _not_free(start: Start, match: re.Match[str], line: Line) -> None:
 
 def _in_use(start: Start, match: re.Match[str], line: Line) -> None:
     if not start.has("kv_available"):
-        _gib("kv_available")(start, match, line)
+        sizes(GIB, "kv_available")(start, match, line)
 
 
-_DEVICE = _gib("device_free", "device_total")
+_DEVICE = sizes(GIB, "device_free", "device_total")
 
 RULES = (
-    rule("vLLM API server version", r"vLLM API server version v?(\S+)", _fact("version")),
-    rule("version", r"[█▀▄▌]\s+version (\d\S*)", _fact("version")),
+    rule("vLLM API server version", r"vLLM API server version v?(\S+)", fact("version")),
+    rule("version", r"[█▀▄▌]\s+version (\d\S*)", fact("version")),
     rule("non-default args", r"non-default args: ?\{", _args),
     rule("LLM engine", r"Initializing (?:a|an) (?:V[01] )?LLM engine (?:\(v([^)\s]*)\) )?with config: ", _config),
-    rule("max_num_batched_tokens=", r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)", _fact("batched")),
-    rule("max model len", r"Using max model len (\d+)", _fact("length")),
+    rule("max_num_batched_tokens=", r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)", fact("batched")),
+    rule("max model len", r"Using max model len (\d+)", fact("length")),
     rule("Auto-fit max_model_len", r"reduced from ([\d,]+) to ([\d,]+)", _fitted),
-    rule("Block size is set to", r"Block size is set to (\d+) if prefix cache", _fact("block")),
-    rule("kv cache block size to", r"(?:Forcing|Setting) kv cache block size to (\d+)", _fact("block")),
-    rule("attention block size", r"Setting attention block size to (\d+) tokens", _count("block_size", "tokens")),
-    rule("padding layers", r"Add (\d+) padding layers", _count("padding_layers", "")),
-    rule("Model loading took", rf"Model loading took {_SIZE} (?:GiB|GB)", _gib("weights")),
-    rule("Loading model weights took", rf"Loading model weights took {_SIZE} (?:GiB|GB)", _gib("weights")),
+    rule("Block size is set to", r"Block size is set to (\d+) if prefix cache", fact("block")),
+    rule("kv cache block size to", r"(?:Forcing|Setting) kv cache block size to (\d+)", fact("block")),
+    rule("attention block size", r"Setting attention block size to (\d+) tokens", counted("block_size", "tokens")),
+    rule("padding layers", r"Add (\d+) padding layers", counted("padding_layers", "")),
+    rule("Model loading took", rf"Model loading took {_SIZE} (?:GiB|GB)", sizes(GIB, "weights")),
+    rule("Loading model weights took", rf"Loading model weights took {_SIZE} (?:GiB|GB)", sizes(GIB, "weights")),
     rule("total_gpu_memory", rf"total_gpu_memory \({_SIZE}GiB\) x gpu_memory_utilization \({_SIZE}\) = {_SIZE}GiB", _profile),
     rule("model weights take", rf"model weights take {_SIZE}GiB; non_torch_memory takes {_SIZE}GiB; PyTorch activation peak "
          rf"memory takes {_SIZE}GiB; the rest of the memory reserved for KV Cache is {_SIZE}GiB",
-         _gib("weights_profiled", "non_torch", "activations", "kv_available")),
-    rule("kv_cache_size=", rf"total_gpu_memory={_SIZE}GiB.*?kv_cache_size={_SIZE}GiB", _gib("device_total", "kv_available")),
-    rule("torch peak memory increase", rf"torch peak memory increase: {_SIZE}GiB", _gib("activations_profiled")),
-    rule("Available KV cache memory", rf"Available KV cache memory: {_SIZE} GiB", _gib("kv_available")),
-    rule("CUDA graph memory", rf"Estimated CUDA graph memory: {_SIZE} GiB total", _gib("graphs_estimated")),
-    rule("Graph capturing finished", rf"Graph capturing finished in \d+ secs?, took {_SIZE} GiB", _gib("graphs")),
+         sizes(GIB, "weights_profiled", "non_torch", "activations", "kv_available")),
+    rule("kv_cache_size=", rf"total_gpu_memory={_SIZE}GiB.*?kv_cache_size={_SIZE}GiB", sizes(GIB, "device_total", "kv_available")),
+    rule("torch peak memory increase", rf"torch peak memory increase: {_SIZE}GiB", sizes(GIB, "activations_profiled")),
+    rule("Available KV cache memory", rf"Available KV cache memory: {_SIZE} GiB", sizes(GIB, "kv_available")),
+    rule("CUDA graph memory", rf"Estimated CUDA graph memory: {_SIZE} GiB total", sizes(GIB, "graphs_estimated")),
+    rule("Graph capturing finished", rf"Graph capturing finished in \d+ secs?, took {_SIZE} GiB", sizes(GIB, "graphs")),
     rule("CUDA graph pool memory", rf"CUDA graph pool memory: {_SIZE} GiB \(actual\), {_SIZE} GiB \(estimated\)",
-         _gib("graphs", "graphs_estimated")),
-    rule("CUDA graph pool memory", rf"CUDA graph pool memory: {_SIZE} GiB \(actual\), {_SIZE} GiB \(estimated\)",
-         _gib("graphs", "graphs_estimated")),
-    rule("blocks:", r"# (?:GPU|\w+) blocks: (\d+), # CPU blocks: \d+", _blocks),
-    rule("num_gpu_blocks is", r"num_gpu_blocks is: (\d+)", _blocks),
+         sizes(GIB, "graphs", "graphs_estimated")),
+    rule("blocks:", r"# (?:GPU|\w+) blocks: (\d+), # CPU blocks: \d+", counted("blocks", "blocks")),
+    rule("num_gpu_blocks is", r"num_gpu_blocks is: (\d+)", counted("blocks", "blocks")),
     rule("KV cache size", r"(GPU|CPU|XPU|NPU)(?: \+ host)? KV cache size: ([\d,]+) tokens", _capacity),
     rule("Maximum concurrency", rf"Maximum concurrency for ([\d,]+) tokens per request: {_SIZE}x", _concurrency),
     rule("Free memory on device", rf"Free memory on device[^(]*\({_SIZE}/{_SIZE} GiB\) on startup", _DEVICE),
     rule("Desired GPU memory utilization", rf"Desired GPU memory utilization is \(([\d.]+), {_SIZE} GiB\)", _utilization),
     rule("GiB for weight,", rf"Actual usage is {_SIZE} GiB for weight, {_SIZE} GiB for peak activation, {_SIZE} GiB for "
-         rf"non-torch memory, and {_SIZE} GiB for CUDAGraph memory", _gib("weights_used", "activations", "non_torch", "graphs")),
+         rf"non-torch memory, and {_SIZE} GiB for CUDAGraph memory", sizes(GIB, "weights_used", "activations", "non_torch", "graphs")),
     rule("consumed memory", rf"Actual usage is {_SIZE} GiB for consumed memory \(weights \+ non-torch\), {_SIZE} GiB for peak "
          rf"activation(?:, and {_SIZE} GiB for CUDAGraph memory)?", _consumed),
     rule("cache memory in use", rf"Current kv cache memory in use is {_SIZE} GiB", _in_use),
-    rule("--kv-cache-memory=", r"--kv-cache-memory=(\d+)`? \([^)]*\) to fit into requested memory", _suggested),
+    # What is left of the share when weights, activations, graphs and 150 MiB are taken off, to the byte.
+    rule("--kv-cache-memory=", r"--kv-cache-memory=(\d+)`? \([^)]*\) to fit into requested memory", counted("suggested", "bytes")),
     # Why it did not start.
     rule("max seq len (", r"To serve at least one request with (?:the )?models?'?s? max seq len \((\d+)\)",
-         _refused("too long", _count("length_refused", "tokens"))),
-    rule("cache is needed", rf"\(?{_SIZE} GiB KV ?cache is needed", _refused("too long", _gib("needed"))),
-    rule("available KV cache memory (", rf"available KV cache memory \({_SIZE} GiB\)", _gib("available_refused")),
-    rule("estimated maximum model length", r"estimated maximum model length is (\d+)", _count("longest", "tokens")),
+         refused("too long", counted("length_refused", "tokens"))),
+    rule("cache is needed", rf"\(?{_SIZE} GiB KV ?cache is needed", refused("too long", sizes(GIB, "needed"))),
+    rule("available KV cache memory (", rf"available KV cache memory \({_SIZE} GiB\)", sizes(GIB, "available_refused")),
+    rule("estimated maximum model length", r"estimated maximum model length is (\d+)", counted("longest", "tokens")),
     rule("that can be stored in KV cache", r"max seq len \((\d+)\) is larger than the maximum number of tokens that can be stored "
          r"in KV cache \((\d+)\)", _stored),
-    rule("No available memory for the cache", r"No available memory for the cache blocks", _refused("no cache")),
+    rule("No available memory for the cache", r"No available memory for the cache blocks", refused("no cache")),
     rule("less than desired", rf"Free memory on device[^(]*\({_SIZE}/{_SIZE} GiB\) on startup is less than desired \w+ memory "
          rf"utilization \(([\d.]+), {_SIZE} GiB\)", _not_free),
-    rule("out of memory. Tried to allocate", r"out of memory\. Tried to allocate", _out_of_memory),
+    rule("out of memory. Tried to allocate", r"out of memory\. Tried to allocate", refused("out of memory")),
 )  # fmt: skip
 
 

@@ -24,9 +24,10 @@ _LONGEST = 200_000
 # Settings that every command of kvctl has an option for; spelled as the engines do.
 COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm": {"model": ("--model", "--model-id"), "revision": ("--revision",), "context": ("--max-model-len",), "dtype": ("--dtype",),
-             "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--hf-overrides",)},
+             "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--hf-overrides",), "weights": ("--quantization", "-q")},
     "sglang": {"model": ("--model-path", "--model"), "revision": ("--revision",), "context": ("--context-length",),
-               "dtype": ("--dtype",), "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--json-model-override-args",)},
+               "dtype": ("--dtype",), "kv_dtype": ("--kv-cache-dtype",), "overrides": ("--json-model-override-args",),
+               "weights": ("--quantization",)},
     "llama.cpp": {"model": ("-m", "--model"), "repo": ("-hf", "-hfr", "--hf-repo"), "file": ("-hff", "--hf-file"),
                   "context": ("-c", "--ctx-size"), "k_dtype": ("-ctk", "--cache-type-k"),
                   "v_dtype": ("-ctv", "--cache-type-v")},
@@ -44,17 +45,12 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
         "LLAMA_ARG_SPEC_TYPE": "--spec-type", "LLAMA_ARG_SPEC_DRAFT_N_MAX": "--spec-draft-n-max",
         "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K": "-ctkd", "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V": "-ctvd",
         "LLAMA_ARG_SWA_FULL": "--swa-full", "LLAMA_ARG_NO_KV_OFFLOAD": "-nkvo",
+        "LLAMA_ARG_N_GPU_LAYERS": "-ngl",
     },
 }  # fmt: skip
 
-_WEIGHTS = {
-    "--quantization": "changes what weights take, and the cache stays as it is: --weights-dtype counts them",
-    "--cpu-offload-gb": "moves weights to host memory and leaves the cache as it is",
-}
 _BESIDE = {
-    "vllm": _WEIGHTS
-    | {"-q": _WEIGHTS["--quantization"]}
-    | dict.fromkeys(
+    "vllm": dict.fromkeys(
         ("--kv-cache-dtype-skip-layers", "--mamba-block-size", "--disable-sliding-window", "--use-replayssm"),
         "changes what the cache takes, and kvctl does not count it: passed over",
     ),
@@ -62,8 +58,7 @@ _BESIDE = {
         ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
         "names a draft model, whose own cache comes beside this",
     ),
-    "sglang": _WEIGHTS
-    | {
+    "sglang": {
         "--speculative-draft-kv-cache-dtype": "stores draft layers in a type of their own; they are counted in the model's",
         "--attention-context-parallel-size": "leaves fewer ranks to split heads over, which is not counted",
         "--attn-cp-size": "leaves fewer ranks to split heads over, which is not counted",

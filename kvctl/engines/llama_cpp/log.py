@@ -10,8 +10,7 @@ import struct
 from kvctl.engines.llama_cpp.builds import Rules
 from kvctl.engines.llama_cpp.storage import Cache, Compressor, Storage
 from kvctl.spec import Formats
-
-MIB = 2**20
+from kvctl.units import MIB
 
 
 def _mib(size: int) -> str:

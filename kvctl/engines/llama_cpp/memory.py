@@ -13,21 +13,25 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from kvctl.allocation import Part, Serving
-from kvctl.engines.llama_cpp.builds import rules
+from kvctl.allocation import Part, Place, Serving
+from kvctl.engines.llama_cpp.builds import NEWEST, rules
 from kvctl.engines.llama_cpp.compute import Batch, Shape, compute_buffer
-from kvctl.engines.llama_cpp.plan import Laid, layout, ubatch_of
+from kvctl.engines.llama_cpp.plan import Laid, cells_of, layout, ubatch_of
+from kvctl.engines.llama_cpp.storage import storage
 from kvctl.engines.llama_cpp.styles import NEAR, shape_of, style_of
+from kvctl.engines.runtime import runtime
+from kvctl.engines.usual import kv_budget, left, plan_refusal, shortage, start_refusal, started
 from kvctl.errors import UsageError
+from kvctl.formats import FP16, plain
 from kvctl.record import Record
-from kvctl.spec import Empty, LatentAttention, ModelSpec, Shared
-from kvctl.units import format_bytes
+from kvctl.spec import Empty, Formats, LatentAttention, ModelSpec, Shared
+from kvctl.units import MIB, format_bytes
 
-MIB = 2**20
+__all__ = ["fit_margin", "gpu_weights", "kv_budget", "layer_split", "left", "outputs", "overheads", "places", "plan_refusal", "shortage", "start_refusal",
+           "started"]  # fmt: skip
+
 MARGIN = 1024 * MIB
 """--fit-target: what --fit on leaves free on every device."""
-CONTEXT = 550 * MIB
-"""CUDA's context, kernels and cuBLAS: memory that llama.cpp's own breakdown calls unaccounted."""
 _COPIES = 4
 """Of a device's inputs, where several devices work on batches at a time (GGML_SCHED_MAX_COPIES)."""
 _AGES = ((9842, 3), (8095, 2), (6122, 1), (0, 0))
@@ -36,8 +40,8 @@ _LAST = (5640, 7698, 8390)
 """The last measured builds before these."""
 _FITS_SINCE = 7698
 """The first measured build with --fit."""
-_FEW_OUTPUTS_SINCE, _ALL_OUTPUTS_UNTIL = 9842, 8390
-"""Measured builds whose server has logits for its slots alone (pull request 23861), and for every token of a batch."""
+_FEW_OUTPUTS_SINCE = 9842
+"""The first measured build whose server has logits for its slots alone (pull request 23861), not for every token."""
 
 
 class Split(Record):
@@ -122,7 +126,7 @@ def overheads(
 ) -> tuple[Part, ...]:
     """What is neither weights nor cache on one GPU that runs `layers` of the model (all without it) and perhaps the head.
 
-    `context` is -c: the tokens of all slots together. Outputs and embeddings are in host memory: `host_parts`. The
+    `context` is -c: the tokens of all slots together. Outputs and embeddings lie in host memory. The
     compute buffer of known architectures is the CPU library's own to the byte; CUDA's fused kernels keep single tensors
     longer, which adds up to 3% in published logs.
     """
@@ -141,11 +145,7 @@ def overheads(
     compute = Part("compute buffer", size, estimated=gpu or not _exact(spec, version), rule=rule)
     if not gpu:
         return (compute,)
-    parts = [
-        Part("runtime", CONTEXT, estimated=True, rule=(
-            f"CUDA's context, kernels and cuBLAS take about {format_bytes(CONTEXT)}: taken from published logs")),
-        compute,
-    ]  # fmt: skip
+    parts = [runtime(1), compute]
     if margin := fit_margin(version):
         parts.append(Part("margin", margin, estimated=False, rule=(
             f"--fit on leaves {format_bytes(margin)} free (--fit-target), by a shorter context where none is named, "
@@ -163,10 +163,7 @@ def _exact(spec: ModelSpec, version: str | None) -> bool:
 
 def _unlike(spec: ModelSpec) -> bool:
     """Whether a model's graph is known to be quite another one than those that are laid out here."""
-    states = [state for layer, _ in spec.groups for state in layer.states]
-    return spec.model_type.startswith("minimax") or any(
-        isinstance(state, (LatentAttention, Shared)) for state in states
-    )
+    return spec.model_type.startswith("minimax") or spec.keeps(LatentAttention, Shared)
 
 
 def _rule(spec: ModelSpec, shape: Shape, batch: Batch) -> str:
@@ -180,74 +177,34 @@ def _rule(spec: ModelSpec, shape: Shape, batch: Batch) -> str:
     return text
 
 
-def host_parts(spec: ModelSpec, serving: Serving, *, version: str | None, context: int) -> tuple[Part, ...]:
-    """What stays in host memory although all layers are offloaded."""
-    by, _ = rules(version)
-    laid = layout(by, spec, context, serving)
-    parts = []
-    if spec.vocab_size is not None:
-        size = laid.slots * spec.vocab_size * 4
-        parts.append(Part("output buffer", size, estimated=False, rule=(
-            f"logits of {laid.slots} slots over {spec.vocab_size:,} words in float32")))  # fmt: skip
-    kept = gpu_weights(spec)
-    if kept is not None and spec.weights is not None and spec.weights.bytes is not None and kept < spec.weights.bytes:
-        parts.append(Part("embeddings", spec.weights.bytes - kept, estimated=False, rule=(
-            "embeddings of tokens are looked up on the CPU")))  # fmt: skip
-    return tuple(parts)
-
-
 def fit_margin(version: str | None) -> int:
     """Bytes that --fit on leaves free on a device; 0 in builds before it."""
     return MARGIN if _build(version) >= _FITS_SINCE else 0
 
 
 def _build(version: str | None) -> int:
-    from kvctl.engines.llama_cpp.builds import NEWEST
-
-    rules(version)
+    rules(version)  # refuses what is no build
     return NEWEST if version is None else int(version.removeprefix("b"))
 
 
-def outputs(version: str | None, tokens: int, slots: int) -> tuple[int, bool]:
-    """Tokens of a batch that get logits in llama-server, and whether that was read from a build near this one."""
-    build = _build(version)
-    if build >= _FEW_OUTPUTS_SINCE:
-        return min(tokens, slots), True
-    return tokens, build <= _ALL_OUTPUTS_UNTIL
+def outputs(version: str | None, tokens: int, slots: int) -> int:
+    """Tokens of a batch that get logits in llama-server."""
+    return min(tokens, slots) if _build(version) >= _FEW_OUTPUTS_SINCE else tokens
 
 
 def _batch(shape: Shape, laid: Laid, serving: Serving, version: str | None, *, gpu: bool, spec: ModelSpec) -> Batch:
     tokens = -(-ubatch_of(serving, laid) // laid.slots) * laid.slots
-    few, _ = outputs(version, tokens, laid.slots)
-    window = next((cells for cells in (_window_cells(spec, laid, serving),) if cells), laid.cells)
+    few = outputs(version, tokens, laid.slots)
+    window = _window_cells(spec, laid, serving) or laid.cells
     age = next(age for since, age in _AGES if _build(version) >= since)
     return Batch(tokens=tokens, outputs=few, cells=laid.cells, window_cells=window, flash=laid.flash, gpu=gpu, age=age)
 
 
 def _window_cells(spec: ModelSpec, laid: Laid, serving: Serving) -> int:
     """Cells of a stream of windows; 0 where there are none apart."""
-    from kvctl.engines.llama_cpp.plan import cells_of
-    from kvctl.engines.llama_cpp.storage import storage
-    from kvctl.formats import FP16, plain
-    from kvctl.spec import Formats
-
     fmt = Formats(FP16, plain(FP16), plain(FP16))
     stored = storage(spec, fmt, laid.rules, flash=laid.flash)
     return max((cells_of(cache, laid, stored, serving) for cache in stored.caches if cache.reach), default=0)
-
-
-def kv_budget(
-    *,
-    device_bytes: int,
-    free_bytes: int,
-    weights_bytes: int,
-    parts: Sequence[Part],
-    serving: Serving,
-    version: str | None,
-    spec: ModelSpec,
-) -> int:
-    """Bytes for the cache on one device; `weights_bytes` are those that lie there (`gpu_weights`)."""
-    return free_bytes - weights_bytes - sum(part.bytes for part in parts)
 
 
 def _tied(spec: ModelSpec) -> bool:
@@ -259,20 +216,13 @@ def _tied(spec: ModelSpec) -> bool:
     return tied(root, text_fields(root))
 
 
-class Place(Record):
-    """What of the model lies on one device."""
-
-    weights: int
-    share: Fraction
-    """Of the cache: its part of the layers that have one."""
-    layers: int
-    head: bool
-
-
-def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int]) -> tuple[Place, ...]:
-    """What lies on each of several devices with all layers offloaded; layers count alike, as llama.cpp counts them."""
+def places(
+    spec: ModelSpec, weights_bytes: int, free: Sequence[int], gpu_layers: int | None = None
+) -> tuple[Place, ...]:
+    """What lies on each device with `gpu_layers` (-ngl; None is all) offloaded; layers count alike, as llama.cpp counts
+    them."""
     # Devices without any memory share the layers too: that these do not fit is for the fit to say.
-    split = layer_split(len(spec.layers), free if any(free) else [1] * len(free))
+    split = layer_split(len(spec.layers), free if any(free) else [1] * len(free), gpu_layers=gpu_layers)
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
     words = (spec.vocab_size or 0) * (spec.hidden_size or 0)

@@ -17,6 +17,7 @@ from kvctl.engines.llama_cpp.storage import Cache, Storage, latents, storage, un
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record
+from kvctl.search import last
 from kvctl.spec import Formats, ModelSpec
 from kvctl.units import plural
 
@@ -241,8 +242,5 @@ def _largest(spec: ModelSpec, laid: Laid, serving: Serving, budget: int, stored:
         return cells * laid_out.streams + stored.state * laid_out.slots
 
     step = laid.pad * laid.streams
-    low, high = 0, (spec.max_context or 2**24) // laid.pad
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if takes(middle * step) <= budget else (low, middle - 1)
-    return low * step
+    most = (spec.max_context or 2**24) // laid.pad
+    return last(lambda steps: takes(steps * step) <= budget, 0, most + 1) * step

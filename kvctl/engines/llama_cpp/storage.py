@@ -123,7 +123,7 @@ class Storage(Record):
 
 def latents(spec: ModelSpec) -> bool:
     """Whether a model has latent attention."""
-    return any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states)
+    return spec.keeps(LatentAttention)
 
 
 def windowed(spec: ModelSpec) -> bool:

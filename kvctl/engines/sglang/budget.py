@@ -14,8 +14,7 @@ from kvctl.engines.versions import dotted, numbers, unknown
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
 from kvctl.spec import Formats, ModelSpec
-
-GIB = 2**30
+from kvctl.units import GIB
 
 _WALKED = frozenset({"gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gpt_oss"})
 _LISTED = frozenset({"llama4", "gpt_oss", "mimo_v2_flash"})

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvctl.engines.sglang.budget import NEWEST
 from kvctl.record import Record
-
-NEWEST = (0, 5, 23)
 
 _BY_MEMORY = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
 """Below so many GiB: tokens of a prefill chunk, and requests of the largest decode graph on under 4 ranks and on more."""

@@ -7,10 +7,11 @@ GB there are GiB, but for the cache in host memory. What a line holds that depen
 from __future__ import annotations
 
 from kvctl.allocation import Serving
-from kvctl.engines.sglang.budget import GIB, Pool, Settings, allocated, capped, windowed_tokens
+from kvctl.engines.sglang.budget import Pool, Settings, allocated, capped, windowed_tokens
 from kvctl.engines.sglang.pools import TORCH_NAMES, Layout, Stage
 from kvctl.errors import ConfigError
 from kvctl.spec import Formats
+from kvctl.units import GIB
 
 
 def lines(laid: Layout, fmt: Formats, context: int, serving: Serving, settings: Settings, pool: Pool) -> list[str]:

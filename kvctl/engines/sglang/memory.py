@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvctl.allocation import Part, Serving
+from kvctl.allocation import Part, Serving, Shortage
 from kvctl.engines.runtime import runtime
-from kvctl.engines.sglang.budget import rules_for
-from kvctl.engines.sglang.fraction import NEWEST, default_start, for_images
+from kvctl.engines.sglang.budget import NEWEST, rules_for
+from kvctl.engines.sglang.fraction import default_start, for_images
+from kvctl.engines.usual import left, plan_refusal, start_refusal, started
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
-from kvctl.record import Record
 from kvctl.spec import LatentAttention, ModelSpec
-from kvctl.units import format_bytes
+from kvctl.units import GIB, MIB, format_bytes
 
-MIB = 2**20
-RESERVE = "activations and graphs"
+__all__ = ["kv_budget", "left", "overheads", "plan_refusal", "shortage", "start_refusal", "started"]
+
 _IMAGES = 100 * MIB
 """Embeddings of images, SGLANG_VLM_CACHE_SIZE_MB, kept off the cache's budget from 0.5.18 on."""
 
@@ -49,7 +49,7 @@ def overheads(
     before = runtime(_ranks(serving))
     free = max(0, (device_bytes if free_bytes is None else min(free_bytes, device_bytes)) - before.bytes)
     share, why = fraction(spec, serving, device_bytes, release)
-    reserve = Part(RESERVE, round(free * (1 - share)), estimated=False, rule=(
+    reserve = Part("activations and graphs", round(free * (1 - share)), estimated=False, rule=(
         f"SGLang keeps 1 − {share:.3f} of the {format_bytes(free)} that are free before the weights for activations and "
         f"CUDA graphs, whatever they take: {why}"))  # fmt: skip
     parts = [before, reserve]
@@ -77,15 +77,6 @@ def kv_budget(
     share, _ = fraction(spec, serving, device_bytes, _release(version))
     images = sum(part.bytes for part in parts if part.name == "image embeddings")
     return before - weights_bytes - round(before * (1 - share)) - images
-
-
-class Shortage(Record):
-    """Which of SGLang's two ways to run out of memory it is; they ask for opposite changes of the fraction."""
-
-    when: str
-    """start: no cache is left beside the weights; run: a step's activations have no room."""
-    message: str
-    hint: str
 
 
 def shortage(
@@ -125,7 +116,7 @@ def fraction(spec: ModelSpec, serving: Serving, device_bytes: int, release: tupl
         return serving.utilization, "--mem-fraction-static"
     vision = _vision(spec)
     workers = (serving.data_parallel or 1) if serving.attention_dp else 1
-    latent = any(isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states)
+    latent = spec.keeps(LatentAttention)
     stages = serving.pipeline_parallel or 1
     captured = workers == 1 and vision is None and stages == 1 if release < (0, 5, 16) else stages == 1
     start = default_start(
@@ -134,7 +125,7 @@ def fraction(spec: ModelSpec, serving: Serving, device_bytes: int, release: tupl
         drafting=serving.speculative_algorithm, version=release,
     )  # fmt: skip
     share = start.fraction * for_images(vision, release)
-    why = f"the default for {device_bytes / 2**30:.0f} GiB with prefill chunks of {start.chunk:,} tokens"
+    why = f"the default for {device_bytes / GIB:.0f} GiB with prefill chunks of {start.chunk:,} tokens"
     return share, why + (", less for images" if vision is not None else "")
 
 

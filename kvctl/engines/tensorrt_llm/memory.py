@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
 from kvctl.engines.tensorrt_llm.settings import rules_for
+from kvctl.engines.usual import plan_refusal, shortage, start_refusal, started
 from kvctl.engines.widths import Widths, widths
 from kvctl.errors import UsageError
 from kvctl.spec import ModelSpec
 from kvctl.units import format_bytes
+
+__all__ = ["activations", "kv_budget", "left", "overheads", "plan_refusal", "shortage", "start_refusal", "started"]
 
 TOKENS = 8192
 """max_num_tokens without being told."""

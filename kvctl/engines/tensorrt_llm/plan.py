@@ -19,11 +19,10 @@ from kvctl.engines.tensorrt_llm.pools import blocks_for, divided, grain, pools_o
 from kvctl.engines.tensorrt_llm.settings import Settings, check_version, rules_for, settings_for
 from kvctl.errors import ConfigError, UsageError
 from kvctl.spec import Attention, Formats, ModelSpec
-from kvctl.units import plural
+from kvctl.units import GIB, plural
 
 __all__ = ["check_version", "kv_dtype", "plan"]
 
-GIB = 2**30
 
 _KEEPS_WINDOWS = ("gpt_oss", "gemma3", "gemma3_text", "gemma4", "gemma4_text")
 """Model types whose windows the second manager reads from the configuration."""

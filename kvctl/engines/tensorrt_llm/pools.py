@@ -15,9 +15,7 @@ from kvctl.engines.tensorrt_llm.layers import Held
 from kvctl.engines.tensorrt_llm.settings import Settings
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
-from kvctl.units import plural
-
-MIB, GIB = 2**20, 2**30
+from kvctl.units import GIB, MIB, plural
 
 _TYPICAL = 2048
 """Tokens of the request that shares are measured by, where no typical length is given."""

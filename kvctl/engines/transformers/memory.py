@@ -12,39 +12,17 @@ from collections.abc import Sequence
 
 from kvctl.allocation import Part, Serving
 from kvctl.engines.runtime import runtime
-from kvctl.engines.widths import Widths, widths
+from kvctl.engines.usual import left, plan_refusal, shortage, start_refusal, started
+from kvctl.engines.widths import UNGATED, Widths, widths
 from kvctl.errors import UsageError
-from kvctl.spec import ModelSpec
-from kvctl.units import format_bytes
+from kvctl.spec import FullAttention, LatentAttention, ModelSpec
+from kvctl.units import MIB, format_bytes
 
-MIB = 2**20
+__all__ = ["kv_budget", "left", "overheads", "plan_refusal", "prefill", "shortage", "start_refusal", "started"]
+
 _CUBLAS = 32 * MIB
 """cuBLAS's workspace, which torch makes at the first product: 32 MiB on Hopper, 8 MiB before."""
 
-_PLAIN = frozenset(
-    [
-        "arcee",
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "opt",
-        "persimmon",
-        "phi",
-        "phi-msft",
-        "RefinedWeb",
-        "RefinedWebModel",
-        "whisper",
-        "starcoder2",
-        "xglm",
-    ]
-)
-"""One product into the feed-forward part, an activation, one out of it."""
 _FUSED = frozenset(["chatglm", "dbrx", "glm", "glm4", "phi3"])
 """Both products into it are one tensor."""
 _CHAINED = frozenset(("gpt2", "gpt-sw3"))
@@ -117,25 +95,12 @@ def overheads(
     return tuple(parts)
 
 
-def layer_split(layers: int, devices: int) -> tuple[int, ...]:
-    """Layers by device with device_map="auto", estimated: accelerate fills devices evenly by bytes, the first ones fuller.
-
-    Raises:
-        UsageError: no devices.
-
-    """
-    if devices < 1:
-        raise UsageError("--gpu: layers need at least one device")
-    each, more = divmod(layers, devices)
-    return tuple(each + (index < more) for index in range(devices))
-
-
 def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager: bool = False) -> tuple[int, str]:
     """Bytes of live activations at their peak beside the cache, and what they are for each token.
 
     The model holds its embeddings, the caller a layer's input, the layer its residual and the normed state.
     """
-    inner = 2 if model_type in _PLAIN else 4 if model_type in _FUSED else 4.5 if model_type in _CHAINED else 3
+    inner = 4.5 if model_type in _CHAINED else 4 if model_type in _FUSED else 2 if model_type in UNGATED else 3
     mlp = 4 * w.hidden + int(inner * w.feed)
     experts = 4 * w.hidden + w.used * max(w.hidden + 4 * w.expert, 4 * w.hidden) if w.expert else 0
     attention = 3 * w.hidden + 4 * w.queries
@@ -162,8 +127,6 @@ def prefill(model_type: str, w: Widths, tokens: int, dtype_bytes: int, *, eager:
 
 def _widest_layer(spec: ModelSpec, context: int, dtype_bytes: int) -> int:
     """Bytes of the largest cache that one layer appends to."""
-    from kvctl.spec import Attention, FullAttention, LatentAttention
-
     rows = [0]
     for layer, _ in spec.groups:
         for state in layer.states_in("transformers"):
@@ -171,8 +134,6 @@ def _widest_layer(spec: ModelSpec, context: int, dtype_bytes: int) -> int:
                 rows.append(max(state.kv_heads * state.key_dim, state.kv_heads * state.value_dim))
             elif isinstance(state, LatentAttention):
                 rows.append(state.latent)
-            elif isinstance(state, Attention):
-                continue
     # Keys are let go before values are written.
     return max(rows) * context * dtype_bytes
 
@@ -192,12 +153,12 @@ def kv_budget(
     Of the paged cache: what it divides between its batches and its pool (`kvctl.engines.transformers.paged`), which
     is 90% of what is free once the weights are there. All others grow until memory ends.
     """
-    left = free_bytes - weights_bytes - sum(part.bytes for part in parts)
+    rest = free_bytes - weights_bytes - sum(part.bytes for part in parts)
     if serving.cache_implementation != "paged":
-        return left
+        return rest
     share = serving.utilization
     if share is None:
         share = 0.6 if serving.device == "cpu" else 0.9
     if not 0 < share <= 1:
         raise UsageError(f"--cb-max-memory-percent {share:g} is out of range", hint="between 0 and 1")
-    return int(left * share)
+    return int(rest * share)

@@ -18,10 +18,10 @@ from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines.transformers.plan import split_heads
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
+from kvctl.search import last
 from kvctl.spec import Attention, Formats, FullAttention, ModelSpec, SlidingWindow
-from kvctl.units import plural
+from kvctl.units import GIB, MIB, plural
 
-MIB = 2**20
 _TRASH = 2
 """Sectors that are never given out."""
 
@@ -76,11 +76,8 @@ class _Layout(Record):
 
     def requests(self, sectors: int, tokens: int) -> int:
         """Requests of so many tokens that the sectors hold: most share one with others."""
-        low, high = 0, sectors * max(self.sector // kind.block_bytes for kind in self.kinds)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.sectors(middle, tokens) <= sectors else (low, middle - 1)
-        return low
+        most = sectors * max(self.sector // kind.block_bytes for kind in self.kinds)
+        return last(lambda requests: self.sectors(requests, tokens) <= sectors, 0, most + 1)
 
     def request_bytes(self, tokens: int) -> int:
         """Blocks of one request among many, which leave no part of a sector unused."""
@@ -174,7 +171,7 @@ def _log(laid: _Layout, serving: Serving, batched: int, sectors: int) -> tuple[s
     )
     if serving.offload is not None and serving.offload // laid.sector:
         swap = serving.offload // laid.sector
-        lines.append(f"CPU swap pool initialized: {swap} sectors ({swap * laid.sector / 1024**3:.2f} GiB pinned)")
+        lines.append(f"CPU swap pool initialized: {swap} sectors ({swap * laid.sector / GIB:.2f} GiB pinned)")
     return tuple(lines)
 
 

@@ -20,6 +20,7 @@ from kvctl.engines.transformers.quantized import Packing, Shape, packing
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
 from kvctl.record import Record
+from kvctl.search import last
 from kvctl.spec import (
     Attention,
     ChunkedAttention,
@@ -294,13 +295,9 @@ def _allocation(
 
 def _longest(takes: Callable[[int], int], high: int, budget: int) -> int | None:
     """The longest context that fits the budget; None where the length makes no difference."""
-    low = 0
     if takes(high) == takes(1):
         return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if takes(middle) <= budget else (low, middle - 1)
-    return low
+    return last(lambda context: takes(context) <= budget, 0, high + 1)
 
 
 def _everything(batch: _Batch, layout: Layout) -> Callable[[int], int]:

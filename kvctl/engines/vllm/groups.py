@@ -12,6 +12,7 @@ from kvctl.engines.vllm.specs import Spec, sized
 from kvctl.engines.vllm.stages import stage_sizes
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
+from kvctl.search import last
 
 
 class Placed(Record):
@@ -250,12 +251,11 @@ def bytes_per_block(groups: list[Group], stage: int) -> int:
 
 def longest(groups: list[Group], settings: Settings, blocks: int, most: int) -> int:
     """The longest request, of at most `most` tokens, that so many blocks hold; 0 where none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = sum(settings.blocks(group[0].spec, middle) for group in groups) <= blocks
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+
+    def fits(tokens: int) -> bool:
+        return sum(settings.blocks(group[0].spec, tokens) for group in groups) <= blocks
+
+    return last(fits, 0, most + 1)
 
 
 def stage_of(layers: int, stages: int, partition: tuple[int, ...] | None) -> list[int]:

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvctl.allocation import Part, Serving
+from kvctl.allocation import Allocation, Part, Serving
+from kvctl.engines.usual import shortage
 from kvctl.engines.vllm.rules import minor_of, rules_for
 from kvctl.engines.vllm.shape import Shape, shape_of
 from kvctl.engines.vllm.start import Start, defaults, requested, start_refusal, utilization
 from kvctl.spec import ModelSpec
 from kvctl.units import MIB, format_bytes
 
-__all__ = ["kv_budget", "left", "overheads", "requested", "start_refusal", "started"]
+__all__ = ["kv_budget", "left", "overheads", "plan_refusal", "requested", "shortage", "start_refusal", "started"]
 
 HELD = 3.7
 """Tensors as wide as the hidden state that live while a layer runs."""
@@ -111,6 +112,9 @@ def _activations(
     peak, what = max(phases)
     # What nine tenths of the published starts are off by, rounded up (tests/test_vllm_memory.py).
     within = "1 GiB: an encoder of images" if shape.vision else "0.2 GiB" if minor < (0, 20) else "0.5 GiB"
+    if shape.recurrent and requests > 256:
+        # Refused starts of three Qwen3.5-like models with 1,024 requests (vllm-project/recipes#831) had that much less.
+        within = "8 GiB: recurrent layers with many requests take more"
     return Part("activations", peak + FIXED, True, f"the profile run's peak, {what}; within about {within}")
 
 
@@ -249,3 +253,20 @@ def started(
         return serving
     start = defaults(version, device_bytes, gpu_name, serving=serving, context=context, spec=spec)
     return serving.replace(max_batched=start.batched)
+
+
+def plan_refusal(
+    allocation: Allocation, spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None,
+    version: str | None, context: int,
+) -> str | None:  # fmt: skip
+    """Why the engine refuses to start although its cache holds a request, as its log words it.
+
+    Source: config/compilation.py from 0.20 on: a graph of a full batch needs a block of recurrent state for each request.
+    """
+    if minor_of(version) < (0, 20) or not any(group.kind == "recurrent_state" for group in allocation.groups):
+        return None
+    start = defaults(version, device_bytes, gpu_name, serving=serving, context=context, spec=spec)
+    blocks = allocation.num_blocks or 0
+    if not start.graphs or start.sequences <= blocks:
+        return None
+    return f"max_num_seqs ({start.sequences}) exceeds available Mamba cache blocks ({blocks}); --max-num-seqs {blocks} starts"

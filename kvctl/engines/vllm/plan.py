@@ -21,7 +21,7 @@ from kvctl.engines.vllm.rules import Rules, minor_of, rules_for
 from kvctl.engines.vllm.specs import Spec, fp8_key, kv_dtype
 from kvctl.errors import UsageError
 from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec
-from kvctl.units import plural
+from kvctl.units import GIB, plural
 
 __all__ = ["check_version", "kv_dtype", "plan"]
 
@@ -123,7 +123,7 @@ def _check_split(spec: ModelSpec, serving: Serving, rules: Rules) -> None:
         raise UsageError(f"--decode-context-parallel-size {dealt} does not divide the {plural(ranks, 'rank')} of "
                          "--tensor-parallel-size", hint="vLLM refuses this split")  # fmt: skip
     heads = [s.kv_heads for layer, _ in spec.groups for s in layer.states_in("vllm") if isinstance(s, Attention)]
-    latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
+    latent = spec.keeps(LatentAttention, engine="vllm")
     if dealt == 1 or not heads or latent:
         return
     most = max(heads)
@@ -285,7 +285,7 @@ def _lmcache(laid: Laid, serving: Serving) -> str:
     stages = range(len(laid.of_stage))
     placed = [item for group in laid.groups for item in group]
     token = max(sum(item.spec.token_bytes for item in placed if item.stage == stage) for stage in stages)
-    tokens, size = serving.lmcache_chunk or 256, serving.lmcache_size or 5 * 2**30
+    tokens, size = serving.lmcache_chunk or 256, serving.lmcache_size or 5 * GIB
     # Its allocator works in pages of 4 KiB.
     chunk = -(-token * tokens // 4096) * 4096
     where = "the first rank" if any(item.spec.kind == "latent" for item in placed) else "each rank"

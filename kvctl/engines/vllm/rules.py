@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvctl.engines.versions import dotted, unknown
+from kvctl.engines.versions import dotted, history, unknown
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
@@ -106,14 +106,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 """What each version changed; one that is not named goes by the one before it."""
 
 
-def _all() -> tuple[Rules, ...]:
-    out = [Rules(**_CHANGES[0])]
-    for changes in _CHANGES[1:]:
-        out.append(out[-1].replace(**changes))
-    return tuple(out)
-
-
-RULES = _all()
+RULES = history(Rules, _CHANGES)
 
 _OLDEST, _NEWEST = (0, 8), (0, 33)
 _VERSION = re.compile(

@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from kvctl.engines.widths import MEASURED, base
+from kvctl.engines.widths import EXPERT_WIDTHS, EXPERTS, FEED, MEASURED, SHARED, UNGATED, USED, base, first, whole
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.record import Record
 from kvctl.spec import Attention, ConvState, LatentAttention, ModelSpec, RecurrentState
-
-_PLAIN = frozenset(
-    [
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "opt",
-        "bloom",
-        "falcon",
-        "mpt",
-        "phi",
-        "starcoder2",
-        "nemotron",
-        "nemotron_h",
-        "codegen",
-        "biogpt",
-        "arcee",
-        "whisper",
-    ]
-)
-"""Model types whose feed-forward parts have no gate."""
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token")
-_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-_WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff")
 
 
 class Vision(Record):
@@ -90,18 +62,18 @@ def shape_of(spec: ModelSpec) -> Shape:
     if not spec.config or not hidden or not vocabulary:
         raise ConfigError(f"{spec.id}: activations are not estimated without a hidden size and a vocabulary",
                           hint=MEASURED)  # fmt: skip
-    experts = _first(f, _EXPERTS)
-    chosen = _first(f, _CHOSEN) if experts else 0
-    latent = any(isinstance(s, LatentAttention) for layer, _ in spec.groups for s in layer.states_in("vllm"))
+    experts = first(f, EXPERTS)
+    chosen = first(f, USED) if experts else 0
+    latent = spec.keeps(LatentAttention, engine="vllm")
     return Shape(
         kind=f.type,
         layers=len(spec.layers),
         hidden=hidden,
         vocabulary=vocabulary,
         width=_dense_width(f, chosen) or (0 if chosen else 4 * hidden),
-        gated=f.type not in _PLAIN,
+        gated=f.type not in UNGATED,
         chosen=chosen,
-        expert_width=_first(f, _EXPERT_WIDTHS) if chosen else 0,
+        expert_width=first(f, EXPERT_WIDTHS + FEED) if chosen else 0,
         attention=max(
             (
                 3 * heads * state.key_dim + 2 * state.kv_heads * state.key_dim
@@ -112,8 +84,8 @@ def shape_of(spec: ModelSpec) -> Shape:
             default=0,
         ),
         latent_heads=heads if latent else 0,
-        latent_width=_first(f, ("qk_nope_head_dim",)) + _first(f, ("v_head_dim",)) if latent else 0,
-        recurrent=any(isinstance(s, RecurrentState | ConvState) for layer, _ in spec.groups for s in layer.states),
+        latent_width=first(f, ("qk_nope_head_dim",)) + first(f, ("v_head_dim",)) if latent else 0,
+        recurrent=spec.keeps(RecurrentState, ConvState),
         quantized=bool(root.raw.get("quantization_config") or f.raw.get("quantization_config")),
         packed_experts=f.type == "gpt_oss",
         vision=_vision(root) if spec.takes_media and (root.type != f.type or "vision_config" in root.raw) else None,
@@ -122,29 +94,13 @@ def shape_of(spec: ModelSpec) -> Shape:
 
 def _dense_width(f: Fields, chosen: int) -> int:
     """Width of the widest feed-forward part that every token goes through."""
-    widths = [_largest(f.get(name)) for name in ("intermediate_size_mlp", "shared_expert_intermediate_size")]
-    shared = _first(f, ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"))
-    widths.append(shared * _first(f, ("moe_intermediate_size",)))
-    dense = _first(f, ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")) or f.get(
-        "mlp_only_layers"
-    )
-    if not chosen or dense or _largest(f.get("decoder_sparse_step")) > 1:
-        widths += [_largest(f.get(name)) for name in _WIDTHS]
+    widths = [whole(f.get(name)) for name in ("intermediate_size_mlp", "shared_expert_intermediate_size")]
+    shared = first(f, SHARED)
+    widths.append(shared * first(f, ("moe_intermediate_size",)))
+    dense = first(f, ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")) or f.get("mlp_only_layers")
+    if not chosen or dense or whole(f.get("decoder_sparse_step")) > 1:
+        widths += [whole(f.get(name)) for name in FEED]
     return max(widths)
-
-
-def _first(f: Fields, names: tuple[str, ...]) -> int:
-    """The first of some whole numbers that the configuration has; 0 without any."""
-    return next((value for value in (_largest(f.get(name)) for name in names) if value), 0)
-
-
-def _largest(value: Any) -> int:
-    """A whole number within reason, or the largest of a list; 0 for anything else."""
-    if isinstance(value, (list, tuple)):
-        return max((_largest(entry) for entry in value[:10_000] if not isinstance(entry, (list, tuple))), default=0)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else 0
 
 
 def _vision(root: Fields) -> Vision:
@@ -152,12 +108,12 @@ def _vision(root: Fields) -> Vision:
     config = root.raw.get("vision_config")
     if not isinstance(config, Mapping):
         config = {}
-    hidden = next((size for name in ("embed_dim", "hidden_size", "width") if (size := _largest(config.get(name)))), 0)
+    hidden = next((size for name in ("embed_dim", "hidden_size", "width") if (size := whole(config.get(name)))), 0)
     if not hidden:
         return Vision(0, 0, 1, any_size=False)
-    width = _largest(config.get("intermediate_size")) or 4 * hidden
-    side = _largest(config.get("image_size")) // (_largest(config.get("patch_size")) or 14)
-    merge = _largest(config.get("spatial_merge_size")) or _largest(root.raw.get("spatial_merge_size")) or 1
-    positions = _largest(root.raw.get("mm_tokens_per_image")) or _largest(root.raw.get("image_seq_length"))
+    width = whole(config.get("intermediate_size")) or 4 * hidden
+    side = whole(config.get("image_size")) // (whole(config.get("patch_size")) or 14)
+    merge = whole(config.get("spatial_merge_size")) or whole(root.raw.get("spatial_merge_size")) or 1
+    positions = whole(root.raw.get("mm_tokens_per_image")) or whole(root.raw.get("image_seq_length"))
     patches = side * side // positions if positions and side else merge * merge
     return Vision(hidden, width, max(patches, 1), any_size=not side and merge > 1)

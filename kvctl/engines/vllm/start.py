@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from kvctl.allocation import Serving
+from kvctl.engines.versions import history
 from kvctl.engines.vllm.models import least_batched
 from kvctl.engines.vllm.rules import minor_of, rules_for
 from kvctl.record import Record
@@ -74,14 +75,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 """What each version changed; one that is not named goes by the one before it."""
 
 
-def _all() -> tuple[Changes, ...]:
-    out = [Changes(**_CHANGES[0])]
-    for changes in _CHANGES[1:]:
-        out.append(out[-1].replace(**changes))
-    return tuple(out)
-
-
-_ALL = _all()
+_ALL = history(Changes, _CHANGES)
 
 
 def changes_for(version: str | None) -> Changes:
@@ -144,9 +138,7 @@ def _batch(
 ) -> tuple[int, int]:  # fmt: skip
     """Tokens and requests of a batch."""
     if first:
-        latent = spec is not None and any(
-            isinstance(state, LatentAttention) for layer, _ in spec.groups for state in layer.states
-        )
+        latent = spec is not None and spec.keeps(LatentAttention)
         cut = context > _LONG and not latent if chunked is None else chunked
         return 2048 if cut else max(context, 2048), 256
     batched, sequences = _by_memory(changes, device_bytes, name)
@@ -231,7 +223,7 @@ def start_refusal(free_bytes: int, device_bytes: int, serving: Serving, version:
     return (
         f"Free memory on device ({_gib(free_bytes)}/{_gib(device_bytes)} GiB) on startup is less than desired GPU memory "
         f"utilization ({utilization(serving, version)}, {_gib(wanted)} GiB)"
-        + (f"; --gpu-memory-utilization {best} works" if best else "")
+        + (f"; --gpu-memory-utilization {best} is within it" if best else "")
     )
 
 
