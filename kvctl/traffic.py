@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvctl.errors import SourceError, UsageError
+from kvctl.errors import KvctlError, SourceError, UsageError
 from kvctl.record import Record
 from kvctl.replay import PRESETS, Request, Setup, preset, read_trace, replay
 from kvctl.reports import SizeReport, SizeResult
@@ -19,6 +20,8 @@ _GROWING = ("full_attention", "latent_attention", "indexer")
 """Kinds of state that take a row for every token."""
 _SLOWLY = "compressed_attention"
 """One that takes a row for several tokens: part of the bytes a token, and of no block of its own."""
+_LARGEST_TOKENIZER = 256 * 2**20
+"""Bytes of a tokenizer.json; those of 260,000 words have 35 MiB."""
 _USUAL_BLOCK = 16
 """Tokens of a block where an engine has none: vLLM's."""
 
@@ -89,10 +92,17 @@ def _tokenizer(path: str | None) -> Callable[[str], list[int]] | None:
         from tokenizers import Tokenizer
     except ImportError:
         raise UsageError("--tokenizer needs the package tokenizers", hint="pip install 'kvctl[trace]'") from None
+    hint = "a file tokenizer.json, as models have it"
     try:
+        if not os.path.isfile(path):  # a device or a pipe would be read to its end, or for ever
+            raise SourceError(f"{path[:200]}: no such file", hint=hint)
+        if os.path.getsize(path) > _LARGEST_TOKENIZER:
+            raise SourceError(f"{path[:200]}: larger than {_LARGEST_TOKENIZER >> 20} MiB, no tokenizer", hint=hint)
         read = Tokenizer.from_file(path)
-    except Exception as error:  # it raises nothing more particular
-        raise SourceError(f"{path}: no tokenizer: {error}", hint="a file tokenizer.json, as models have it") from None
+    except (KvctlError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # it raises nothing more particular, and panics are no Exception
+        raise SourceError(f"{path[:200]}: no tokenizer: {error}", hint=hint) from None
 
     def tokens(text: str) -> list[int]:
         found: list[int] = read.encode(text, add_special_tokens=False).ids

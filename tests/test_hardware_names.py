@@ -207,7 +207,7 @@ def test_each_die_of_a_two_die_card_is_a_device() -> None:
 @pytest.mark.parametrize(
     "text",
     ["0xH100", "100000xH100", "99999999999999999999xH100", "4096xH100,H100", "H100:0", "H100:-4GB", "H100:", "H100:nanGB",
-     "H100:1e9GB", "H100:9999999PiB", "H100:1KB", "", " ", ",", "H100,", ",H100", "x", "2x", "2xcpu", "cpu:x", "4xlocal",
+     "H100:1e9GB", "H100:9999999PiB", "H100:1KB", "", " ", ",", "H100,", ",H100", "x", "2x", "2xcpu", "cpu,cpu", "cpu:8GiB,H100,cpu", "cpu:x", "4xlocal",
      "H100\x00", "H100\x1b[31m", "Ｈ１００", "H100;rm", "H" * 5000, "H100," * 3000 + "H100", "RTX 4090 Laptop", "Quadro RTX 6000",
      "RTX 4090 48GB", "RTX409", "64GB", "GB", "9" * 300 + "xH100", "H100:" + "9" * 300],
 )  # fmt: skip

@@ -430,6 +430,13 @@ def test_picking(driver: Driver) -> None:
     assert "\x1b" not in junk["error"]
 
 
+@pytest.mark.parametrize("text", ["local,local", "local:0,local:0", "local:0,H100,local"])
+def test_memory_that_is_named_twice_is_not_twice_there(driver: Driver, text: str) -> None:
+    answer = driver.ask("count 1\n" + H100, text)
+    assert answer["code"] == 2
+    assert "named twice" in answer["error"]
+
+
 def test_hostile_answers(driver: Driver) -> None:
     long, bytes_, control, nonsense, nameless = driver.ask_all(
         job("count 1\n" + H100.replace("NVIDIA H100 80GB HBM3", "N" * 95)),

@@ -16,6 +16,7 @@ from conftest import DATA
 
 from kvctl.allocation import Part, Serving
 from kvctl.engines import ollama_memory as ollama
+from kvctl.engines.llama_cpp import memory as llama_cpp
 from kvctl.engines.llama_cpp.memory import Split, layer_split
 from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang import memory as sglang
@@ -294,3 +295,14 @@ def test_every_catalogue_model_has_an_estimate_or_says_what_to_give_instead() ->
                 fault, parts = error, ()
             assert all(0 <= part.bytes < 2**40 for part in parts), name
             assert fault is None or "--measured-overhead" in (fault.hint or ""), (name, fault)
+
+
+@pytest.mark.parametrize("free", [(0,), (0, 0), (0, 5 * GIB)])
+def test_devices_without_free_memory_have_their_layers(free: tuple[int, ...]) -> None:
+    """Where all is full, that the weights do not fit is the answer, not an error."""
+    spec = known("Qwen/Qwen3-8B")
+    laid = llama_cpp.places(spec, 16 * GIB, free)
+    assert sum(place.layers for place in laid) == 36
+    # All but the embeddings, which stay in host memory: 151,936 × 4,096 in bf16.
+    assert abs(sum(place.weights for place in laid) - (16 * GIB - 151_936 * 4096 * 2)) < GIB
+    assert sum(place.share for place in laid) == 1

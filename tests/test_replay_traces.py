@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvctl.errors import SourceError
 from kvctl.replay import Request, Setup, read_trace, replay
 from kvctl.replay import trace as trace_module
+from kvctl.traffic import _tokenizer
 
 Row = dict[str, Any]
 
@@ -371,3 +372,30 @@ def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trace_without_a_name() -> None:
     with pytest.raises(SourceError, match="without a name"):
         list(read_trace(""))
+
+
+class Panic(BaseException):
+    """Rust's panics, as Python sees them."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("folder", "no such file"), ("sparse", "256 MiB"), ("hostile", "upside down")]
+)
+def test_what_is_no_tokenizer(tmp_path, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str) -> None:
+    """Nothing endless is read, and a panic is one plain line too."""
+
+    class Tokenizer:
+        @staticmethod
+        def from_file(path: str) -> None:
+            raise Panic("upside down")
+
+    monkeypatch.setitem(sys.modules, "tokenizers", type("tokenizers", (), {"Tokenizer": Tokenizer}))
+    path = tmp_path / "tokenizer.json"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("{}")
+        with path.open("r+b") as file:
+            file.truncate(2**28 + 1 if kind == "sparse" else 2)
+    with pytest.raises(SourceError, match=reason):
+        _tokenizer(str(path))

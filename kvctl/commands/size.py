@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from kvctl.options import (
+from kvctl.completing import (
     complete_cache_formats,
     complete_dtypes,
     complete_engines,

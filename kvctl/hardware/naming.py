@@ -32,6 +32,11 @@ def read_gpus(text: str) -> tuple[Device, ...]:
         devices += _devices(item)
         if len(devices) > MAX_DEVICES:
             raise UsageError(f"--gpu: more than {MAX_DEVICES:,} GPUs", hint=_WRITE)
+    if sum(device.kind == "cpu" for device in devices) > 1:
+        raise UsageError("--gpu: cpu is the whole host, and named twice", hint="write cpu, or cpu:64GiB")
+    own = [(device.index, device.uuid) for device in devices if device.index is not None]
+    if len(set(own)) < len(own):
+        raise UsageError("--gpu: a GPU of this machine is named twice", hint="write local, or local:0,1")
     return tuple(devices)
 
 

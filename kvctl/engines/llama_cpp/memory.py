@@ -233,7 +233,9 @@ def _tied(spec: ModelSpec) -> bool:
 def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int], serving: Serving) -> tuple[Place, ...]:
     """What lies on each device with -ngl layers offloaded; layers count alike, as llama.cpp counts
     them."""
-    split = layer_split(len(spec.layers), free, serving.tensor_split, serving.gpu_layers)
+    # Devices without any memory share the layers too: that these do not fit is for the fit to say.
+    known = free if any(free) else [1] * len(free)
+    split = layer_split(len(spec.layers), known, serving.tensor_split, serving.gpu_layers)
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
     words = (spec.vocab_size or 0) * (spec.hidden_size or 0)

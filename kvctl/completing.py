@@ -1,0 +1,78 @@
+"""What TAB offers for the values of options."""
+
+from __future__ import annotations
+
+from kvctl.formats import CACHE_FORMATS, MODEL_DTYPES
+from kvctl.options import OUTPUT_FORMATS, SOLVES
+
+
+def complete_dtypes(incomplete: str) -> list[str]:
+    """Model dtypes that start so."""
+    return [name for name in ("auto", *(d.name for d in MODEL_DTYPES)) if name.startswith(incomplete.lower())]
+
+
+def complete_cache_formats(incomplete: str) -> list[str]:
+    """Cache formats that start so."""
+    return [name for name in ("auto", *(f.name for f in CACHE_FORMATS)) if name.startswith(incomplete.lower())]
+
+
+def complete_output_formats(incomplete: str) -> list[str]:
+    """Output formats that start so."""
+    return [name for name in OUTPUT_FORMATS if name.startswith(incomplete)]
+
+
+def complete_engines(incomplete: str) -> list[str]:
+    """Engines that start so."""
+    from kvctl.engines import ENGINES
+
+    return [name for name in (*(engine.name for engine in ENGINES), "all") if name.startswith(incomplete.lower())]
+
+
+def complete_sources(incomplete: str) -> list[str]:
+    """Sources that start so."""
+    from kvctl.sources import SOURCES
+
+    return [name for name in SOURCES if name.startswith(incomplete.lower())]
+
+
+def complete_solves(incomplete: str) -> list[str]:
+    """What --solve takes."""
+    return [name for name in SOLVES if name.startswith(incomplete.lower())]
+
+
+def complete_workloads(incomplete: str) -> list[str]:
+    """What --workload takes."""
+    from kvctl.traffic import WORKLOADS
+
+    return [name for name in WORKLOADS if name.startswith(incomplete.lower())]
+
+
+def complete_gpus(incomplete: str) -> list[str]:
+    """GPU names of the table that start so, after a count and earlier names; as they are typed (rtx4090, RTX-4090)."""
+    import re
+
+    from kvctl.hardware import table
+
+    times = re.match(r"(.*,)?(\d+x)?", incomplete)
+    before = times[0] if times is not None else ""
+    typed = incomplete[len(before) :]
+    names = ["local", "cpu"]
+    for card in table.cards():
+        names += [card.name.replace(" ", sign) for sign in ("-", "")]
+        names += [name.replace(" ", "-") for name in card.aliases]
+    names += [name.partition("GeForce")[2].lstrip("-") for name in names if name.startswith("GeForce")]
+    # One spelling of a card is enough while none is being typed.
+    plain = [name for name in names if typed or "-" in name or name in ("local", "cpu")]
+    return [
+        before + typed + name[len(typed) :] for name in dict.fromkeys(plain) if name.lower().startswith(typed.lower())
+    ]
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Catalogue names: full ids, and unique short names while no organisation is typed."""
+    from kvctl.sources import catalogue
+
+    names = catalogue.names()
+    if "/" not in incomplete:
+        names += catalogue.short_names()
+    return [name for name in names if name.lower().startswith(incomplete.lower())]
