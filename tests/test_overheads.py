@@ -301,7 +301,7 @@ def test_every_catalogue_model_has_an_estimate_or_says_what_to_give_instead() ->
 def test_devices_without_free_memory_have_their_layers(free: tuple[int, ...]) -> None:
     """Where all is full, that the weights do not fit is the answer, not an error."""
     spec = known("Qwen/Qwen3-8B")
-    laid = llama_cpp.places(spec, 16 * GIB, free)
+    laid = llama_cpp.places(spec, 16 * GIB, free, Serving())
     assert sum(place.layers for place in laid) == 36
     # All but the embeddings, which stay in host memory: 151,936 × 4,096 in bf16.
     assert abs(sum(place.weights for place in laid) - (16 * GIB - 151_936 * 4096 * 2)) < GIB
