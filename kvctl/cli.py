@@ -171,7 +171,8 @@ def _usage_or_fault(err: Exception) -> int:
         path = getattr(context, "command_path", None) or "kvctl" + (" size" if "size" in sys.argv[1:2] else "")
         message = show()
         if message.startswith("No such command") and len(sys.argv) > 1:
-            return _say(message, f"kvctl size {sys.argv[1]}? See kvctl --help", ExitCode.USAGE)
+            hint = "see kvctl --help" if "Did you mean" in message else f"kvctl size {sys.argv[1]}? See kvctl --help"
+            return _say(message, hint, ExitCode.USAGE)
         return _say(message, f"see {path} --help", ExitCode.USAGE)
     if type(err).__name__ == "Abort":
         return _say("interrupted", None, ExitCode.INTERRUPTED)

@@ -319,10 +319,10 @@ class Room:
         return memory.shortage(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
                                device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
 
-    def plain_warnings(self, context: int, sequences: int, serving: Serving) -> tuple[str, ...]:
+    def plain_warnings(self, context: int, sequences: int) -> tuple[str, ...]:
         """What an engine's plan warns of without a budget."""
-        started = self._started(context)
-        _, allocation = self.held(context, sequences, serving.replace(max_batched=started.max_batched))
+        told = self._started(context).replace(kv_budget=None, utilization=None)
+        _, allocation = self.held(context, sequences, told)
         return allocation.warnings if allocation is not None else ()
 
     def left_words(self) -> str:

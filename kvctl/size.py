@@ -203,8 +203,7 @@ def answer(asked: Question, context: int) -> SizeResult:
                             "activations do not take; --kv-budget says how much that is")  # fmt: skip
         if asked.room is not None and plan.serving.kv_budget is None:
             # What a budget is short of is the fit's to say.
-            untold = plan.serving.replace(encoder=work.encoder, utilization=None)
-            warnings += asked.room.plain_warnings(work.context, plan.sequences, untold)
+            warnings += asked.room.plain_warnings(context, plan.sequences)
         else:
             warnings += allocation.warnings
     warnings += asked.late_warnings

@@ -11,6 +11,8 @@ from kvctl.hardware.device import Device, GpuFacts, usable_by_metal
 from kvctl.units import GIB, MIB, format_bytes, parse_bytes
 
 MAX_DEVICES = 4096
+_LONGEST_COUNT = 3
+"""Digits that are taken for a count before a name that is not known."""
 _BEFORE = re.compile(r"([0-9]+)\s*[xX×*]\s*(?=\S)")
 _AFTER = re.compile(r"\s*[xX×*]\s*([0-9]{1,4})$")
 _SIZED = re.compile(r"(.*\d)\s*[gG](?:i?[bB])?")
@@ -87,7 +89,9 @@ def _item(text: str, head: str, memory: str | None) -> _Item:
             return _Item(count * _count(digits, text), name.strip(), memory)
         if memory is None and (sized := _sized(name)) is not None:
             return _Item(count * _count(digits, text), *sized, named_size=True)
-    return _Item(count, head if before is None else head[before.end() :], memory)
+    # "7900 xtx" is a name, and no count of "tx".
+    counted = before is not None and len(before[1]) <= _LONGEST_COUNT
+    return _Item(count, head[before.end() :] if counted and before is not None else head, memory)
 
 
 def _sized(name: str) -> tuple[str, str] | None:

@@ -99,4 +99,5 @@ def nearest(name: str) -> tuple[str, ...]:
     index = _index()
     within = sorted((known for known in index if len(known) > 2 and known in spelled), key=len, reverse=True)
     near = [*within, *difflib.get_close_matches(spelled, index, n=8, cutoff=0.6)]
+    near = near or difflib.get_close_matches(spelled, index, n=8, cutoff=0.3)
     return tuple(dict.fromkeys(index[known][0].name for known in near))[:3]

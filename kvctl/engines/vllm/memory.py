@@ -29,7 +29,8 @@ from kvctl.engines.usual import default_context, shortage
 from kvctl.engines.vllm.rules import minor_of, rules_for
 from kvctl.engines.vllm.shape import Shape, shape_of
 from kvctl.engines.vllm.start import Start, defaults, requested, start_refusal, utilization
-from kvctl.spec import ModelSpec
+from kvctl.hardware.table import facts_of
+from kvctl.spec import LatentAttention, ModelSpec
 from kvctl.units import MIB, format_bytes
 
 __all__ = [
@@ -258,7 +259,12 @@ def left(serving: Serving, version: str | None) -> str:
 def started(
     spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None, version: str | None, context: int
 ) -> Serving:
-    """The options with the batch that the engine takes on such a GPU: windows hold what is in flight."""
+    """The options with what the engine takes on such a GPU: its batch, for windows hold what is in flight, and the block
+    of latents, whose kernels before Hopper are Triton's."""
+    if serving.block_size is None and serving.attention_backend is None and spec.keeps(LatentAttention, engine="vllm"):
+        facts = facts_of(gpu_name or "", device_bytes)
+        if facts is not None and facts.compute_capability is not None and float(facts.compute_capability) < 9:
+            serving = serving.replace(block_size=16)
     if serving.max_batched is not None:
         return serving
     start = defaults(version, device_bytes, gpu_name, serving=serving, context=context, spec=spec)
