@@ -195,7 +195,7 @@ class Room:
         elif serving.device != "cpu" or not self.engine.splits:
             parts = memory.overheads(
                 self.spec, serving, dtype_bytes=self.dtype_bytes, device_bytes=total, gpu_name=device.name,
-                version=self.engine.version, context=context, **more,
+                version=self.engine.version, context=context, free_bytes=free, **more,
             )  # fmt: skip
         if device.kind == "cpu":
             parts = tuple(part for part in parts if part.name != "runtime")  # that of a GPU
@@ -230,10 +230,11 @@ class Room:
             kv = tuple(pooled[index % len(pooled)] for index in range(len(ranks)))
         else:
             kv = (need,) * len(ranks)
-        short = _shortage(budget, need, each, allocation, context)
+        short = _shortage(budget, need, each, allocation, context, told)
         if allocation is not None and allocation.held is not None and not short:
             # What pools have for padding beside their budget is none of the workload's.
             kv = tuple(min(size, max(rank.budget, 0)) for size, rank in zip(kv, ranks, strict=True))
+        short = self._override(allocation, ranks[poorest]) or short
         why = (
             self._refusal(ranks, budget, poorest, allocation)
             or short
@@ -298,6 +299,16 @@ class Room:
             return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
                     f"{format_bytes(free)} of {where}")  # fmt: skip
         return ""
+
+    def _override(self, allocation: Allocation | None, rank: Rank) -> str:
+        """Why blocks whose number is told do not fit; empty where it is not told, or they do."""
+        told = self.laid.serving.num_blocks
+        if told is None or allocation is None or not allocation.bytes_per_block:
+            return ""
+        size = told * allocation.bytes_per_block
+        if size <= rank.budget:
+            return ""
+        return f"{told:,} blocks take {format_bytes(size)}, and {format_bytes(max(0, rank.budget))} are left for them"
 
     def _plan_refusal(self, allocation: Allocation | None, rank: Rank, context: int) -> str:
         """Why an engine whose cache would do refuses to start; empty where it starts."""
@@ -392,14 +403,17 @@ class Room:
         return self._loads[key]
 
 
-def _shortage(budget: int, need: int, sequences: int, allocation: Allocation | None, context: int) -> str:
+def _shortage(
+    budget: int, need: int, sequences: int, allocation: Allocation | None, context: int, serving: Serving
+) -> str:
     """Why the memory for the cache does not hold so many requests; empty where it does."""
     if allocation is not None and allocation.held is not None:
+        told = serving.num_blocks is not None or serving.max_tokens is not None
+        has = f"is told to hold {allocation.capacity_tokens or 0:,} tokens" if told else f"has {format_bytes(budget)}"
         if allocation.held == 0:
-            return f"the cache has {format_bytes(budget)}, too little for one request of {context:,} tokens"
+            return f"the cache {has}, too little for one request of {context:,} tokens"
         if allocation.held < sequences:
-            return (f"the cache has {format_bytes(budget)}: {plural(allocation.held, 'request')} of {context:,} tokens, "
-                    f"not {sequences:,}")  # fmt: skip
+            return f"the cache {has}: {plural(allocation.held, 'request')} of {context:,} tokens, not {sequences:,}"
     elif need > budget:
         return f"the cache takes {format_bytes(need)}, and {format_bytes(budget)} are left for it"
     return ""
@@ -417,7 +431,7 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
     parts = list(rank.parts)
     device = rank.device.cuda_bytes
     left = device - rank.taken - rank.budget  # what the engine leaves alone
-    used = min(max(0, device - rank.device.free_bytes), max(left, 0)) if rank.device.free_bytes is not None else 0
+    used = max(0, device - rank.device.free_bytes) if rank.device.free_bytes is not None else 0
     if used:
         held = rank.device.used_by_others
         rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")

@@ -304,10 +304,15 @@ def read_hardware(
     return Hardware(devices, "" if "," in name else name, measured, solve, started)
 
 
-def read_log(path: str | None, models: Sequence[str], engine: str | None) -> StartLog | None:
-    """A start-up log; `models` are those that the command line names."""
+def read_log(
+    path: str | None, models: Sequence[str], engine: str | None, beside: Mapping[str, object]
+) -> StartLog | None:
+    """A start-up log; `models` are those that the command line names, `beside` options that ask something else."""
     if path is None:
         return None
+    for option, value in beside.items():
+        if value:
+            raise UsageError(f"{option} asks something else than --from-log", hint="one of them at a time")
     from kvctl import startlog
 
     if len(models) > 1 or engine == "all":

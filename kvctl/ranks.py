@@ -73,6 +73,8 @@ def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable
         if len(devices) > 1 or devices[0].index is not None:
             raise UsageError(f"{plural(world, 'rank')} on {plural(len(devices), 'GPU')}",
                              hint=f"name {world} GPUs, or less parallelism")  # fmt: skip
+        if devices[0].kind == "cpu":
+            raise UsageError(f"{plural(world, 'rank')} on one host", hint="leave parallelism out, or name GPUs")
         devices *= world
         notes.append(f"the options make {world} ranks: {world} such GPUs are counted")
     elif world < len(devices):

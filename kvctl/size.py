@@ -183,6 +183,8 @@ def size(spec: ModelSpec, context: int, plan: SizePlan) -> SizeResult:
 def answer(asked: Question, context: int) -> SizeResult:
     """The result for one context."""
     spec, plan, dtype, fmt = asked.spec, asked.plan, asked.dtype, asked.fmt
+    if asked.room is not None and plan.engine.slots == "own" and spec.max_context is not None:
+        context = min(context, spec.max_context)  # Ollama lowers what is longer
     warnings = list(asked.warnings)
     work = _workload(spec, context, plan, warnings)
     engine, keep = plan.engine, plan.engine.retention

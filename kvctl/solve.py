@@ -113,6 +113,9 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
         raise UsageError(f"{plan.engine.name} has no tensor parallelism", hint="--engine vllm, or --solve gpus")
     last: KvctlError | SizeResult | None = None
     assert plan.hardware is not None
+    if plan.hardware.devices[0].kind == "cpu" or plan.hardware.devices[0].unified:
+        raise UsageError(f"--solve {what}: {plan.hardware.devices[0].name} is one memory, and no second one plugs in",
+                         hint="--solve ctx or concurrency")  # fmt: skip
     most = len(plan.hardware.devices) if len(plan.hardware.devices) > 1 else _MOST_GPUS
     for count in range(1, most + 1):
         tried = _on(plan, count, tensor=what == "tp")
@@ -121,12 +124,14 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
         try:
             result = answer(prepare(spec, tried), context)
         except KvctlError as error:  # a number that the engine does not take
-            last = last or error
+            last = error if last is None else last
             continue
         if result.fit is not None and result.fit.fits:
             return tried
         last = result
-    why = _why(last) if isinstance(last, SizeResult) else last.message if last else "no number was tried"
+    if isinstance(last, KvctlError):
+        raise last  # no number was taken at all
+    why = _why(last) if last is not None else "no number was tried"
     raise NoAnswer(f"no number of GPUs up to {most} fits: {why}", hint="a shorter --ctx, a smaller --kv-dtype or --weights-dtype")  # fmt: skip
 
 
@@ -213,6 +218,8 @@ def _beside_weights(plan: SizePlan, fit: Fit) -> Iterator[tuple[str, SizePlan]]:
     elif name in _SHARES and serving.utilization is None:
         option, share = _SHARES[name]
         yield f"{option} {share:g}", plan.replace(serving=serving.replace(utilization=share))
+    if name == "tensorrt-llm" and serving.max_sequences is None:
+        yield f"--max_batch_size {_FEW_REQUESTS}", plan.replace(serving=serving.replace(max_sequences=_FEW_REQUESTS))
     if name == "vllm" and serving.max_sequences is None:
         yield f"--max-num-seqs {_REQUESTS}", plan.replace(serving=serving.replace(max_sequences=_REQUESTS))
     if name == "vllm" and serving.max_batched is None and serving.max_sequences is None:

@@ -361,7 +361,9 @@ def size(
     from kvctl.ask import ask
     from kvctl.size import SizePlan
 
-    log = options.read_log(from_log, models or [], engine)
+    beside = {"--explain": explain, "--per-layer": per_layer, "--trace": trace, "--workload": workload, "--solve": solve,
+              "--engine-args": engine_args, "--plot": plot}  # fmt: skip
+    log = options.read_log(from_log, models or [], engine, beside)
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
         engine=engine or (log.rules if log is not None else None),

@@ -40,9 +40,10 @@ class Memory(Protocol):
 
     def overheads(
         self, spec: ModelSpec, serving: Serving, *, dtype_bytes: int, device_bytes: int, gpu_name: str | None,
-        version: str | None, context: int,
+        version: str | None, context: int, free_bytes: int | None = None,
     ) -> tuple[Part, ...]:  # fmt: skip
-        """What it takes beside weights and cache; `context` is the longest prompt."""
+        """What it takes beside weights and cache; `context` is the longest prompt, `free_bytes` what is free before it starts
+        (None: all)."""
 
     def kv_budget(
         self, *, device_bytes: int, free_bytes: int, weights_bytes: int, parts: Sequence[Part], serving: Serving,

@@ -63,6 +63,7 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    free_bytes: int | None = None,
     layers: int | None = None,
     head: bool = True,
     devices: int = 1,

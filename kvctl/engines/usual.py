@@ -63,6 +63,7 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    free_bytes: int | None = None,
 ) -> tuple[Part, ...]:
     """Nothing beside weights and cache."""
     return ()

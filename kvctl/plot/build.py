@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvctl import __version__
 from kvctl.ask import Plans
 from kvctl.errors import KvctlError, UsageError
-from kvctl.plot.chart import Chart, Curve, Limit
+from kvctl.plot.chart import MOST_CURVES, Chart, Curve, Limit
 from kvctl.size import Question, answer, prepare
 from kvctl.spec import ModelSpec
 from kvctl.units import plural
@@ -24,6 +24,10 @@ def chart_of(specs: Sequence[ModelSpec], plans: Plans) -> Chart:
         UsageError: no curve has a point.
 
     """
+    asked_for = len(specs) * len(plans.each)
+    if asked_for > MOST_CURVES:
+        raise UsageError(f"{asked_for} curves are too many for one picture; it holds {MOST_CURVES}",
+                         hint="fewer models, formats or engines")  # fmt: skip
     curves, limits, notes = [], {}, set()
     first = None
     for asked in _questions(specs, plans):

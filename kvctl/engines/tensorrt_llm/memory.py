@@ -46,6 +46,7 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    free_bytes: int | None = None,
 ) -> tuple[Part, ...]:
     """What is neither weights nor cache on one rank; all of it estimated, for the engine measures it."""
     rules_for(version)

@@ -83,6 +83,7 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    free_bytes: int | None = None,
 ) -> tuple[Part, ...]:
     """What is neither weights nor cache when one sequence's prompt of `context` tokens runs through the model at once."""
     parts = [runtime(1, more=_CUBLAS)]

@@ -71,6 +71,7 @@ def overheads(
     gpu_name: str | None,
     version: str | None,
     context: int,
+    free_bytes: int | None = None,
     last_stage: bool = True,
 ) -> tuple[Part, ...]:
     """Activations, CUDA graphs and the rest of one rank; `last_stage`: of a pipeline, the one that samples.
