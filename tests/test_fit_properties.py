@@ -208,7 +208,7 @@ def test_the_number_of_gpus_that_is_solved_for_fits_and_no_smaller_one_does(
 
     try:
         solved = solve(spec_of(model), plan, what)
-    except NoAnswer:
+    except KvctlError:  # none fits, or the engine takes no number of them
         assert not any(fits(model, on(count), context) for count in (1, 8, 16))
         return
     assert solved.hardware is not None
