@@ -281,3 +281,25 @@ def test_sglang_is_told_which_way_to_turn_the_fraction(kvctl: Run) -> None:
     run = kvctl("size", "Qwen3-8B", "--gpu", "L4", "--engine", "sglang", "--ctx", "8k", "--mem-fraction-static", "0.9")
     assert "fits" in run.out
     assert "lower it" in run.err
+
+
+def test_sglang_takes_its_share_of_what_is_free() -> None:
+    # 80 GiB without weights: with half of it free, half of what it would get otherwise, and the rest is in use.
+    whole, half = (
+        fit(1024, card(80, free_bytes=free * GIB, index=0), rules="sglang", serving={"utilization": 0.8})
+        for free in (80, 40)
+    )
+    assert whole.fits
+    assert half.fits
+    runtime = sum(part.bytes for part in half.parts if part.name == "runtime")
+    # (free − runtime) × 0.8
+    assert whole.kv_budget_bytes == pytest.approx((80 * GIB - runtime) * 0.8, abs=2)
+    assert half.kv_budget_bytes == pytest.approx((40 * GIB - runtime) * 0.8, abs=2)
+    assert ("in use", 40 * GIB) in [(part.name, part.bytes) for part in half.parts]
+
+
+def test_blocks_that_are_told_must_fit() -> None:
+    # 100,000 blocks of 16 × 327,680 bytes are 488 GiB.
+    found = fit(1024, card(80), rules="vllm@0.32", serving={"num_blocks": 100_000}, overhead=8 * GIB)
+    assert not found.fits
+    assert "100,000 blocks take 488.3 GiB" in found.why
