@@ -64,9 +64,13 @@ class _Excluded:
         self.globs = [p for p in patterns if "*" in p and not p.startswith("re:")]
         self.expressions = [p[3:] for p in patterns if p.startswith("re:")]
         self.known: dict[tuple[str, int], bool] = {}
+        # Words without numbers mean the same in every layer.
+        self.by_layer = bool(self.globs or self.expressions) or any(
+            part.isdigit() for word in self.words for part in word
+        )
 
     def __call__(self, module: str, layer: int) -> bool:
-        key = (module, layer)
+        key = (module, layer if self.by_layer else 0)
         if key not in self.known:
             self.known[key] = self.matches(re.sub(r"\.N(?=\.|$)", f".{layer}", module, count=1))
         return self.known[key]
