@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "transformers", "numpy", "pydantic", "huggingface_hub", "httpx2", "httpx", "matplotlib"}
+HEAVY = {"torch", "transformers", "numpy", "pydantic", "huggingface_hub", "httpx2", "httpx", "matplotlib", "psutil", "pynvml",
+         "tokenizers"}  # fmt: skip
 
 SCRIPT = """
 import sys
@@ -33,6 +34,10 @@ def imported(*argv: str) -> set[str]:
         ("size", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--format", "md", "--per-layer"),
         ("size", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--json"),
         ("size", "--list-models", "qwen3"),
+        ("size", "Qwen3-72B", "--ctx", "128k", "--engine", "vllm", "--gpu", "4xH100", "--json"),
+        ("size", "DeepSeek-V3", "--engine", "all", "--gpu", "8xH100", "--ctx", "32k", "--format", "csv"),
+        ("size", "Qwen3-72B", "--engine", "vllm", "--gpu", "4xH100", "--solve", "gpus", "--ctx", "8k", "--json"),
+        ("size", "--list-gpus", "h100"),
         ("size", "--help"),
         ("--version",),
     ],
