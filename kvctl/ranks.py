@@ -49,7 +49,7 @@ def layout(engine: Engine, serving: Serving, hardware: Hardware, works: Callable
     `works` says whether the engine takes a split. One device stands for as many of its kind as the options need.
 
     Raises:
-        UsageError: more ranks than devices.
+        UsageError: more ranks than devices, or no split that uses all of them.
 
     """
     devices, notes = hardware.devices, [note for device in hardware.devices for note in device.notes]
@@ -106,4 +106,7 @@ def _over_all(serving: Serving, count: int, works: Callable[[Serving], bool]) ->
             told = serving.replace(tensor_parallel=ranks, pipeline_parallel=count // ranks if ranks < count else None)
             if works(told):
                 return told
+    if works(serving.replace(tensor_parallel=1)):  # so it is the number of GPUs that it does not take
+        raise UsageError(f"no split in tensor-parallel ranks and pipeline stages uses all of {count:,} GPUs",
+                         hint="name one: --tp, --pp, --dp, or another number of GPUs")  # fmt: skip
     return serving.replace(tensor_parallel=count)  # the engine says why not

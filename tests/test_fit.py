@@ -237,6 +237,14 @@ def test_what_the_options_say_about_ranks_counts(kvctl: Run) -> None:
     assert "8 ranks on 4 GPUs" in too_few.err
 
 
+def test_a_number_of_gpus_that_no_split_uses_is_named_as_such(kvctl: Run) -> None:
+    # 41 is prime: 41 tensor ranks do not divide 32 heads, and 36 layers make no 41 stages
+    outcome = kvctl("size", "Qwen3-8B", "--ctx", "8k", "--engine", "vllm", "--gpu", "41xH100")
+    assert outcome.code == 2
+    assert "all of 41 GPUs" in outcome.err
+    assert "--tensor-parallel-size" not in outcome.err.splitlines()[0]
+
+
 def test_a_pasted_command_line_has_only_the_ranks_it_names(kvctl: Run) -> None:
     pasted = kvctl(
         "size", "--engine-args", "vllm serve Qwen/Qwen3-8B --max-model-len 8192", "--gpu", "4xH100", "--json"
