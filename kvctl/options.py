@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import KvctlError, SourceError, UsageError
+from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
 from kvctl.formats import MODEL_DTYPES, CacheFormat, DType, model_dtype
 from kvctl.record import Record
 
@@ -50,6 +51,10 @@ _QUANTIZATIONS = {"fp8": "fp8", "ptpc_fp8": "fp8-channel", "fbgemm_fp8": "fp8-ch
 """vLLM's and SGLang's words for formats of weights."""
 
 
+_PACKED = re.compile(r"(?<![a-z0-9])(?:ud-)?(?:i?q\d|tq\d|mxfp4|nvfp4)[a-z0-9_]*")
+"""What names of files have for a quantised type, in lower case."""
+
+
 def _is_gguf(spec: ModelSpec) -> bool:
     return spec.weights is not None and "GGUF" in spec.weights.source
 
@@ -77,6 +82,8 @@ class Asked(Record):
     notes: tuple[str, ...]
     weights: str = ""
     """What a pasted command line says of the weights' format: its own word, or the name of a GGUF file."""
+    weights_named: bool = False
+    """Whether `weights` is such a word."""
 
     def serving(self, engine: Engine, *, strict: bool) -> Serving:
         """How one engine is started."""
@@ -154,8 +161,13 @@ class Asked(Record):
         found = [self.find(name, source) for name in names]
         return [build_spec(one, self.overrides, checked=not self.pasted) for one in found]
 
-    def weights_format(self, specs: Sequence[ModelSpec]) -> str | None:
-        """The format of weights that a pasted command line names, where the models' own files do not have it."""
+    def weights_format(self, specs: Sequence[ModelSpec], *, needed: bool) -> str | None:
+        """The format of weights that a pasted command line names, where the models' own files do not have it.
+
+        Raises:
+            ConfigError: its size is `needed`, and not known.
+
+        """
         if not self.weights or any("quantization_config" in spec.config or _is_gguf(spec) for spec in specs):
             return None
         from kvctl.weight_formats import GGUF_BITS
@@ -163,10 +175,15 @@ class Asked(Record):
         word = self.weights.lower()
         if word in _QUANTIZATIONS:
             return _QUANTIZATIONS[word]
-        import re
-
         found = [name for name in GGUF_BITS if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9_])", word)]
-        return max(found, key=len) if found else None
+        if found:
+            return max(found, key=len)
+        packed = word if self.weights_named else _PACKED.search(word)
+        if packed and needed:
+            shown = packed if isinstance(packed, str) else packed.group()
+            raise ConfigError(f"how much weights take in {shown[:60]} is not known",
+                              hint="--weights-dtype names what comes nearest, for example fp8, awq or q4_k_m")  # fmt: skip
+        return None
 
     def find(self, name: str, source: str | None) -> Found:
         """A model's configuration; for one that a pasted command line names, how to name another."""
@@ -266,6 +283,7 @@ def read_asked(
         dtype=own.dtype or read_dtype(said.get("dtype", "auto")),
         kv_dtypes=kv,
         weights=said.get("weights", "") or pasted.model or "",
+        weights_named=bool(said.get("weights")),
         overrides={**commandline.overrides_of(said.get("overrides")), **own.overrides},
         flags=(*(item for item in pasted.flags if item.flag.field not in taken), *flags),
         notes=tuple(notes),
@@ -281,7 +299,6 @@ def read_hardware(
             if given:
                 raise UsageError(f"{option} needs hardware", hint="name it: --gpu H100, --gpu 2xRTX4090, --gpu local")
         return None
-    import re
 
     from kvctl.hardware import read_gpus
     from kvctl.ranks import Hardware

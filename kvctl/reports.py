@@ -204,6 +204,19 @@ class SizeResult(Record):
         return self.weights.bytes if self.weights else None
 
     @property
+    def beyond_device(self) -> bool:
+        """Whether a budget that is told would hold the workload, and the device has not got it."""
+        fit = self.fit
+        if fit is None or fit.fits or fit.max_concurrency < self.sequences:
+            return False
+        return fit.max_context is None or fit.max_context >= self.context
+
+    @property
+    def holds(self) -> bool:
+        """Whether it fits, and no request of a replay was refused."""
+        return self.fit is not None and self.fit.fits and (self.replay is None or not self.replay.policies[-1].rejected)
+
+    @property
     def weights_parameters(self) -> int | None:
         return self.weights.parameters if self.weights else None
 

@@ -370,6 +370,27 @@ def test_what_changes_weights_is_counted(kvctl: Run, text: str, least: float, mo
     assert least < fit["weights_bytes"] / 2**30 < most
 
 
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("vllm serve Qwen/Qwen3-8B --quantization modelopt_fp4", "modelopt_fp4"),
+        ("vllm serve Qwen/Qwen3-8B --quantization nonsense", "nonsense"),
+        ("llama-server -m Qwen3-8B-UD-Q4_K_XL.gguf -c 4096", "ud-q4_k_xl"),
+        ("llama-server -m Qwen3-8B-Q6_K_L.gguf -c 4096", "q6_k_l"),
+        ("llama-server -m Qwen3-8B-TQ1_0.gguf -c 4096", "tq1_0"),
+        ("llama-server -m Qwen3-8B-MXFP4_MOE.gguf -c 4096", "mxfp4_moe"),
+    ],
+)
+def test_weights_of_an_unknown_format_are_not_taken_for_plain_ones(kvctl: Run, text: str, seen: str) -> None:
+    options = ("size", "Qwen3-8B", "--json", "--ctx", "4k", "--engine-args", text)
+    assert kvctl(*options).code == 0  # the cache is the same
+    refused = kvctl(*options, "--gpu", "RTX4090")
+    assert refused.code != 0
+    assert seen in refused.err
+    assert kvctl(*options, "--gpu", "RTX4090", "--weights-dtype", "fp16").code == 0
+    assert kvctl(*options, "--gpu", "RTX4090", "--kv-budget", "2GiB").code == 0
+
+
 def test_what_ifs_of_the_engine(kvctl: Run) -> None:
     override = json.dumps({"max_position_embeddings": 65536, "rope_scaling": {"factor": 2}, "num_key_value_heads": 4})
     text = f"vllm serve Qwen/Qwen3-8B --hf-overrides '{override}'"

@@ -364,6 +364,12 @@ def size(
     beside = {"--explain": explain, "--per-layer": per_layer, "--trace": trace, "--workload": workload, "--solve": solve,
               "--engine-args": engine_args, "--plot": plot}  # fmt: skip
     log = options.read_log(from_log, models or [], engine, beside)
+    if (
+        log is not None
+        and engine is not None
+        and engine.partition("@")[0].lower() not in (log.engine, log.rules.partition("@")[0])
+    ):
+        raise UsageError(f"the log is one of {log.engine}, and --engine says {engine}", hint="leave --engine out")
     # What is wrong whatever the engine is said once, before any is asked.
     asked = options.read_asked(
         engine=engine or (log.rules if log is not None else None),
@@ -403,7 +409,10 @@ def size(
         per_layer=per_layer,
         explain=explain,
         notes=asked.notes,
-        weights_dtype=weights_dtype or asked.weights_format(specs),
+        weights_dtype=weights_dtype
+        or asked.weights_format(
+            specs, needed=hardware is not None and not any(item.flag.field == "kv_budget" for item in asked.flags)
+        ),
         hardware=hardware,
     )
     plans = asked.plans(common)
@@ -424,5 +433,5 @@ def size(
         output.emit_chart(chart_of(specs, plans), plot)
     if plot != "-":
         output.emit_size(report, form, quiet=quiet)
-    if fail_unless_fits and not all(result.fit is not None and result.fit.fits for result in report.results):
+    if fail_unless_fits and not all(result.holds for result in report.results):
         raise typer.Exit(ExitCode.ANSWER_IS_NO)
