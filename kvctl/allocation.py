@@ -10,6 +10,9 @@ from kvctl.record import Record
 if TYPE_CHECKING:
     from fractions import Fraction
 
+MOST_SLOTS = 256
+"""Sequences in one context of llama.cpp: LLAMA_MAX_SEQ in src/llama-cparams.h."""
+
 
 class Serving(Record):
     """How an engine is started; None stands for its default."""

@@ -112,6 +112,12 @@ class Rank(Record):
         """Bytes of weights and of what the engine takes beside the cache."""
         return self.weights + sum(part.bytes for part in self.parts)
 
+    @property
+    def free(self) -> int:
+        """Bytes of the device that nobody else holds."""
+        total, free = self.device.cuda_bytes, self.device.free_bytes
+        return total if free is None else min(free, total)
+
 
 class Load(Record):
     """What a workload asks of the ranks, and whether they hold it."""
@@ -127,8 +133,17 @@ class Load(Record):
     fits: bool
     why: str
     """What stands in the way, in words; empty where nothing does."""
-    admitted: bool
+    admitted: bool = True
     """Whether the engine takes so much with the memory it counts on: where that is told, whatever the device has."""
+
+    @property
+    def pool(self) -> bool:
+        """Whether the engine reserves its whole budget, whatever the load."""
+        return self.allocation is not None and self.allocation.held is not None
+
+    def reserved(self, index: int) -> int:
+        """Bytes that a rank takes for the cache."""
+        return max(self.ranks[index].budget, 0) if self.pool else self.kv[index]
 
 
 class Room:
@@ -231,17 +246,18 @@ class Room:
         else:
             kv = (need,) * len(ranks)
         short = _shortage(budget, need, each, allocation, context, told)
-        if allocation is not None and allocation.held is not None and not short:
+        found = Load(ranks, poorest, budget, kv, allocation, True, "")
+        if found.pool and not short:
             # What pools have for padding beside their budget is none of the workload's.
             kv = tuple(min(size, max(rank.budget, 0)) for size, rank in zip(kv, ranks, strict=True))
-        short = self._override(allocation, ranks[poorest]) or short
-        why = (
-            self._refusal(ranks, budget, poorest, allocation)
-            or short
-            or self._plan_refusal(allocation, ranks[poorest], context)
-        )
+            found = found.replace(kv=kv)
+        if self.laid.serving.kv_budget is not None:  # all ranks are told the same: the one with least beside it decides
+            poorest = min(range(len(ranks)), key=lambda i: ranks[i].free - ranks[i].taken - found.reserved(i))
+            found = found.replace(bottleneck=poorest)
+        lacking = self._refusal(found) or self.overridden(allocation, ranks[poorest])
+        why = lacking or short or self._plan_refusal(allocation, ranks[poorest], context)
         told_budget = self.laid.serving.kv_budget is not None
-        return Load(ranks, poorest, budget, kv, allocation, not why, why, not (short if told_budget else why))
+        return found.replace(fits=not why, why=why, admitted=not (short if told_budget else why))
 
     def _started(self, context: int) -> Serving:
         """The engine's options, with what it chooses for the first device."""
@@ -256,6 +272,9 @@ class Room:
     def _budget(self, ranks: tuple[Rank, ...], context: int, sequences: int) -> tuple[int, int]:
         """The memory for the cache that all ranks together allow, and the rank that allows least."""
         budgets = [rank.budget for rank in ranks]
+        poorest = min(range(len(ranks)), key=lambda index: budgets[index])
+        if budgets[poorest] <= 0:
+            return budgets[poorest], poorest
         if self.shares:
             # What the device can hold of its share decides for the whole.
             wholes = [
@@ -264,8 +283,7 @@ class Room:
             ]
             poorest = min(range(len(ranks)), key=lambda index: wholes[index])
             return wholes[poorest], poorest
-        poorest = min(range(len(ranks)), key=lambda index: budgets[index])
-        if min(budgets) == max(budgets) or min(budgets) <= 0:
+        if min(budgets) == max(budgets):
             return budgets[poorest], poorest
         _, allocation = self.held(context, sequences, self._started(context).replace(kv_budget=None))
         sizes = [row.bytes_per_block for row in allocation.per_rank] if allocation is not None else [0]
@@ -276,31 +294,33 @@ class Room:
         poorest = min(range(len(ranks)), key=lambda index: counts[index])
         return counts[poorest] * max(sizes), poorest
 
-    def _refusal(self, ranks: tuple[Rank, ...], budget: int, poorest: int, allocation: Allocation | None) -> str:
+    def _refusal(self, load: Load) -> str:
         """Why the device has not the memory that the engine counts on; empty where it has."""
-        rank = ranks[poorest]
-        free = rank.device.cuda_bytes if rank.device.free_bytes is None else rank.device.free_bytes
-        where = f"rank {poorest}" if len(ranks) > 1 else rank.device.name
+        poorest, budget = load.bottleneck, load.budget
+        rank = load.ranks[poorest]
+        where = f"rank {poorest}" if len(load.ranks) > 1 else rank.device.name
         if rank.device.free_bytes is not None:
             refusal = self.engine.memory.start_refusal(
-                free, rank.device.cuda_bytes, self.laid.serving, self.engine.version
+                rank.free, rank.device.cuda_bytes, self.laid.serving, self.engine.version
             )
             if refusal:
                 return refusal
-        if rank.weights >= free:
-            return f"weights of {format_bytes(rank.weights)} are more than the {format_bytes(free)} of {where}"
+        if rank.weights >= rank.free:
+            return f"weights of {format_bytes(rank.weights)} are more than the {format_bytes(rank.free)} of {where}"
         if budget <= 0 and (short := self.shortage(rank)) is not None and short.when == "start":
             return f"{short.message}; {short.hint}"
         if budget <= 0:
             return (f"weights of {format_bytes(rank.weights)} and {format_bytes(rank.taken - rank.weights)} beside them "
                     f"leave no memory for the cache on {where}")  # fmt: skip
-        reserves = budget if allocation is not None and allocation.held is not None else 0
-        if rank.taken + reserves > free:
-            return (f"a budget of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
-                    f"{format_bytes(free)} of {where}")  # fmt: skip
+        told = self.laid.serving.kv_budget is not None
+        reserves = load.reserved(poorest) if load.pool or told else 0
+        if rank.taken + reserves > rank.free:
+            what = "a budget" if load.pool else "a cache"
+            return (f"{what} of {format_bytes(reserves)} beside {format_bytes(rank.taken)} is more than the "
+                    f"{format_bytes(rank.free)} of {where}")  # fmt: skip
         return ""
 
-    def _override(self, allocation: Allocation | None, rank: Rank) -> str:
+    def overridden(self, allocation: Allocation | None, rank: Rank) -> str:
         """Why blocks whose number is told do not fit; empty where it is not told, or they do."""
         told = self.laid.serving.num_blocks
         if told is None or allocation is None or not allocation.bytes_per_block:
@@ -381,9 +401,11 @@ class Room:
 
     def most(self, context: int, sequences: int, load: Load) -> int:
         """Most requests of `context` tokens at once."""
-        if load.allocation is not None and load.allocation.held is not None:
+        if load.pool and load.allocation is not None and load.allocation.held is not None:
             started = load.budget > 0 and self._admits(context, 1)
-            return load.allocation.held * self.laid.replicas if started else 0
+            most = self.laid.serving.max_sequences if self.engine.name == "vllm" else None
+            held = load.allocation.held if most is None else min(load.allocation.held, most)
+            return held * self.laid.replicas if started else 0
         each = max(1, load.kv[load.bottleneck] // sequences)
         guess = load.ranks[load.bottleneck].budget // each
         return largest(lambda count: self._admits(context, count), guess, MOST_REQUESTS)
@@ -409,7 +431,7 @@ def _shortage(
     """Why the memory for the cache does not hold so many requests; empty where it does."""
     if allocation is not None and allocation.held is not None:
         told = serving.num_blocks is not None or serving.max_tokens is not None
-        has = f"is told to hold {allocation.capacity_tokens or 0:,} tokens" if told else f"has {format_bytes(budget)}"
+        has = f"holds {allocation.capacity_tokens or 0:,} tokens" if told else f"has {format_bytes(budget)}"
         if allocation.held == 0:
             return f"the cache {has}, too little for one request of {context:,} tokens"
         if allocation.held < sequences:
@@ -423,51 +445,64 @@ def fit(room: Room, context: int, sequences: int) -> tuple[Fit, Allocation | Non
     """Whether so many requests of `context` tokens fit, how much more would, and where the memory goes."""
     load = room.load(context, sequences)
     rank, kv = load.ranks[load.bottleneck], load.kv[load.bottleneck]
-    pool = load.allocation is not None and load.allocation.held is not None
-    capacity = load.allocation.capacity_tokens if pool and load.allocation is not None and load.budget > 0 else None
+    capacity = None
+    if load.pool and load.allocation is not None and load.budget > 0 and not room.overridden(load.allocation, rank):
+        capacity = load.allocation.capacity_tokens
     guess = context * max(1, load.budget) // max(1, sum(load.kv) if room.shares else kv)
-    if pool and capacity is not None:
+    if capacity is not None:
         guess = capacity * room.laid.replicas // sequences
+    short = room.shortage(rank)
+    notes = room.laid.notes + ((f"{short.message}: {short.hint}",) if short is not None and short.when == "run" else ())
+    longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
+    ranks = tuple(_rank_fit(room, load, index) for index in range(len(load.ranks)))
+    return Fit(
+        fits=load.fits,
+        why=load.why,
+        devices=tuple(rank.device.name for rank in load.ranks),
+        estimated=_estimated(room, load),
+        device_bytes=rank.device.cuda_bytes,
+        weights_bytes=rank.weights,
+        kv_bytes=kv,
+        overhead_bytes=ranks[load.bottleneck].overhead_bytes,
+        headroom_bytes=ranks[load.bottleneck].headroom_bytes,
+        kv_budget_bytes=max(0, rank.budget),
+        capacity_tokens=capacity,
+        max_context=longest,
+        max_concurrency=room.most(context, sequences, load),
+        bottleneck_rank=load.bottleneck,
+        parts=_beside(room, load, load.bottleneck),
+        ranks=ranks,
+        notes=notes,
+    ), load.allocation
+
+
+def _rank_fit(room: Room, load: Load, index: int) -> RankFit:
+    rank, kv = load.ranks[index], load.kv[index]
+    overhead = sum(part.bytes for part in _beside(room, load, index))
+    headroom = rank.device.cuda_bytes - rank.weights - kv - overhead
+    return RankFit(index, rank.device.name, rank.device.cuda_bytes, rank.weights, kv, overhead, headroom)
+
+
+def _beside(room: Room, load: Load, index: int) -> tuple[Part, ...]:
+    """What takes a rank's memory beside weights and the workload's cache, and what is left alone."""
+    rank, kv = load.ranks[index], load.kv[index]
     parts = list(rank.parts)
-    device = rank.device.cuda_bytes
-    left = device - rank.taken - rank.budget  # what the engine leaves alone
-    used = max(0, device - rank.device.free_bytes) if rank.device.free_bytes is not None else 0
+    used = rank.device.cuda_bytes - rank.free
+    left = rank.device.cuda_bytes - rank.taken - rank.budget  # what the engine leaves alone
     if used:
         held = rank.device.used_by_others
         rule = "not free when it was measured" + (f"; other processes hold {format_bytes(held)}" if held else "")
         parts.append(Part("in use", used, False, rule))
     if left > used:
         parts.append(Part("left free", left - used, False, room.left_words()))
-    if left < 0 and pool and rank.budget > kv:
+    blocks = room.laid.serving.num_blocks
+    if blocks is not None and load.allocation is not None and room.overridden(load.allocation, rank):
+        size = blocks * load.allocation.bytes_per_block
+        parts.append(Part("reserved cache", size - kv, False, f"the rest of {plural(blocks, 'block')}, as told"))
+    elif load.pool and left < used and rank.budget > kv:
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))
-    overhead = sum(part.bytes for part in parts)
-    short = room.shortage(rank)
-    notes = room.laid.notes + ((f"{short.message}: {short.hint}",) if short is not None and short.when == "run" else ())
-    longest = room.longest(sequences, guess, load.allocation.block_size if load.allocation is not None else 1)
-    return Fit(
-        fits=load.fits,
-        why=load.why,
-        devices=tuple(rank.device.name for rank in load.ranks),
-        estimated=_estimated(room, load),
-        device_bytes=device,
-        weights_bytes=rank.weights,
-        kv_bytes=kv,
-        overhead_bytes=overhead,
-        headroom_bytes=device - rank.weights - kv - overhead,
-        kv_budget_bytes=max(0, rank.budget),
-        capacity_tokens=capacity,
-        max_context=longest,
-        max_concurrency=room.most(context, sequences, load),
-        bottleneck_rank=load.bottleneck,
-        parts=tuple(parts),
-        ranks=tuple(
-            RankFit(index, one.device.name, one.device.cuda_bytes, one.weights, load.kv[index],
-                    one.device.cuda_bytes - one.weights - one.budget, one.budget - load.kv[index])
-            for index, one in enumerate(load.ranks)
-        ),
-        notes=notes,
-    ), load.allocation  # fmt: skip
+    return tuple(parts)
 
 
 def _estimated(room: Room, load: Load) -> tuple[str, ...]:

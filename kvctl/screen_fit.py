@@ -78,7 +78,9 @@ def _parts(fit: Fit, *, on_host: bool = False) -> list[tuple[str, int, str, str,
             ("KV cache", fit.kv_bytes, "of this workload" + (", in host memory" if on_host else ""))]  # fmt: skip
     rows += [(part.name, part.bytes, ("estimated: " if part.estimated else "") + part.rule) for part in fit.parts]
     if fit.headroom_bytes >= 0:
-        rows.append(("headroom", fit.headroom_bytes, "for more tokens or requests"))
+        rows.append(
+            ("headroom", fit.headroom_bytes, "for more tokens or requests" if fit.fits else "not what is short")
+        )
     out = []
     spare = iter(_OVERHEAD)
     letters, others = iter("agrstuv"), iter(_OTHER_MARKS)
@@ -127,20 +129,22 @@ def _more(result: SizeResult, fit: Fit) -> list[tuple[str, str]]:
     """How much more would fit, and what to change."""
     rows = []
     each = "" if result.sequences == 1 else f" in each of {result.sequences:,} requests"
+    told = result.beyond_device
+    given = " in the budget that is told, which the device has not" if told else ""
     if fit.max_context is None:
         rows.append(("longest context", "any: nothing of the cache grows with it"))
     else:
         limit = result.model.max_context
         own = f"; the model's own maximum is {limit:,}" if limit and fit.max_context > limit else ""
         rows.append(
-            ("longest context", f"{plural(fit.max_context, 'token')}{each}{own}" if fit.max_context else "none")
+            ("longest context", f"{plural(fit.max_context, 'token')}{each}{given}{own}" if fit.max_context else "none")
         )
-    rows.append(("requests at once", f"{fit.max_concurrency:,} of {result.context:,} tokens"))
+    rows.append(("requests at once", f"{fit.max_concurrency:,} of {result.context:,} tokens{given}"))
     if fit.capacity_tokens is not None:
         rows.append(
             (
                 "memory for cache",
-                f"{format_bytes(fit.kv_budget_bytes)} on the rank that decides, {fit.capacity_tokens:,} tokens",
+                f"{format_bytes(fit.kv_budget_bytes)} {'told' if told else 'on the rank that decides'}, {fit.capacity_tokens:,} tokens",
             )
         )
     if result.allocation is not None and fit.fits:
@@ -151,5 +155,6 @@ def _more(result: SizeResult, fit: Fit) -> list[tuple[str, str]]:
         checkpoint = " (a checkpoint so quantised)" if "--weights-dtype" in words else ""
         rows.append(("it fits with" if not index else "or", words + checkpoint))
     if not fit.fits and not fit.advice:
-        rows.append(("it fits with", "nothing that was tried: a smaller format, fewer tokens, up to 16 such GPUs"))
+        more = ", up to 16 such GPUs" if len({rank.device for rank in fit.ranks}) == 1 else ""
+        rows.append(("it fits with", f"nothing that was tried: a smaller format, fewer tokens{more}"))
     return rows

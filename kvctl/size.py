@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvctl.allocation import Allocation, Serving
+from kvctl.allocation import MOST_SLOTS, Allocation, Serving
 from kvctl.engines import IDEAL, Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
@@ -314,6 +314,9 @@ def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:
         if engine.slots and copies > 1:
             # Requests are slots: one context for all, or one each.
             serving = serving.replace(slots=copies * (serving.slots or 1))
+            if serving.slots is not None and serving.slots > MOST_SLOTS:
+                raise UsageError(f"{engine.name} has at most {MOST_SLOTS} slots: {serving.slots:,} are too many",
+                                 hint="fewer --sequences, or several servers")  # fmt: skip
             context, copies = context * (copies if engine.slots == "shared" else 1), 1
         allocation = engine.plan(spec, context, copies, fmt, serving.replace(encoder=work.encoder))
         if allocation is not None:

@@ -13,7 +13,7 @@ from kvctl.spec import ModelSpec
 _MOST_GPUS = 64
 _SHARES = {"vllm": ("--gpu-memory-utilization", 0.95), "sglang": ("--mem-fraction-static", 0.88)}
 """More of the memory than engines take without being told; what is left is tight for what they do not count."""
-_SMALLER_WEIGHTS = {"llama.cpp": ("q8_0", "q4_k_m"), "ollama": ("q4_k_m",), "transformers": ("nf4",)}
+_SMALLER_WEIGHTS = {"llama.cpp": ("q8_0", "q4_k_m"), "ollama": ("q4_k_m",), "transformers": ("nf4", "awq")}
 """Formats of weights to try, where they are not fp8 and awq."""
 _LEAST_BITS = {"fp8": 8, "awq": 4, "nf4": 4, "q8_0": 8, "q4_k_m": 4}
 """Bits of a weight in those: what is more than the devices have even so need not be tried."""
@@ -108,7 +108,7 @@ def _on_device(spec: ModelSpec, plan: SizePlan, context: int) -> SizePlan:
 
 
 def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePlan:
-    """The fewest GPUs of the first kind named: all of them used, or (`tp`) tensor parallelism alone."""
+    """The fewest GPUs, of several that are named the largest: all of them used, or (`tp`) tensor parallelism alone."""
     if what == "tp" and not plan.engine.splits:
         raise UsageError(f"{plan.engine.name} has no tensor parallelism", hint="--engine vllm, or --solve gpus")
     last: KvctlError | SizeResult | None = None
@@ -136,7 +136,7 @@ def _fewest(spec: ModelSpec, plan: SizePlan, context: int, what: str) -> SizePla
 
 
 def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
-    """The plan on so many GPUs of its first kind; None where its own options need another number."""
+    """The plan on so many GPUs; None where its own options need another number."""
     hardware, serving = plan.hardware, plan.serving
     assert hardware is not None
     other = (serving.pipeline_parallel or 1) * (serving.data_parallel or 1)
@@ -148,8 +148,15 @@ def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
         raise UsageError(
             "--solve gpus chooses the split itself", hint="leave --tensor-parallel-size out, or --solve tp"
         )
-    device = hardware.devices[0].replace(index=None, uuid=None, notes=())
-    return plan.replace(serving=serving, hardware=hardware.replace(devices=(device,) * count, started=False))
+    devices = hardware.devices
+    if count <= len(devices):  # of those that are named, the largest
+        by_size = sorted(
+            devices, key=lambda device: -(device.cuda_bytes if device.free_bytes is None else device.free_bytes)
+        )
+        devices = tuple(sorted(by_size[:count], key=devices.index))
+    else:
+        devices = (devices[0].replace(index=None, uuid=None, notes=()),) * count
+    return plan.replace(serving=serving, hardware=hardware.replace(devices=devices, started=False))
 
 
 def advice(spec: ModelSpec, plan: SizePlan, result: SizeResult) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def _pool(result: SizeResult) -> tuple[int, int, int | None, list[str]]:
     """Tokens of a block, its bytes on one rank, and how many there are."""
     plan, notes = result.allocation, []
     budget = result.fit.kv_budget_bytes if result.fit is not None else None
-    if budget == 0:
+    if budget == 0 or result.beyond_device:
         raise NoAnswer(
             "there is no memory for the cache to replay in", hint="see the fit without --trace and --workload"
         )

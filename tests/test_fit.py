@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,15 @@ from conftest import Outcome
 
 from kvctl.ask import Plans
 from kvctl.engines import engine
-from kvctl.hardware import Device
-from kvctl.model import shape_spec
+from kvctl.hardware import Device, read_gpus
+from kvctl.model import build_spec, shape_spec
 from kvctl.plot.build import chart_of
 from kvctl.ranks import Hardware
 from kvctl.reports import Fit, SizeResult
 from kvctl.search import largest
 from kvctl.size import SizePlan, size
 from kvctl.solve import answers_on
+from kvctl.sources import catalogue
 
 Run = Callable[..., Outcome]
 GIB = 2**30
@@ -139,6 +142,93 @@ def test_a_budget_beyond_the_device_does_not_fit() -> None:
     assert "79 GiB" in found.why
     assert found.headroom_bytes == -7 * GIB
     assert found.max_concurrency == 7  # 79 GiB hold 16,179 blocks of a request's 2,048, whatever else there is
+
+
+def test_a_told_budget_is_held_against_every_rank() -> None:
+    """The device with least beside the budget decides, wherever it stands; the same holds for its slice of layers."""
+    for cards in ((card(80), card(24)), (card(24), card(80))):
+        small = cards.index(card(24))
+        # 8 measured and 20 for the cache are 4 more than 24; the other has 80 − 28 = 52 to spare, and 20 − 2.5 of cache
+        # for tokens: 16,384 × 327,680 ÷ 2 ranks
+        found = fit(16_384, *cards, rules="vllm@0.32", serving={"kv_budget": 20 * GIB}, overhead=8 * GIB)
+        assert not found.fits
+        assert f"rank {small}" in found.why
+        assert (found.bottleneck_rank, found.headroom_bytes) == (small, -4 * GIB)
+        assert found.ranks[1 - small].headroom_bytes == int(17.5 * GIB)
+        # Layers are halved: 2.5 GiB on each, and 24 − 8 − 2.5 are left.
+        halves = fit(16_384, *cards, serving={"kv_budget": 20 * GIB}, overhead=8 * GIB)
+        assert halves.fits
+        assert (halves.bottleneck_rank, halves.ranks[small].headroom_bytes) == (small, int(13.5 * GIB))
+        assert not fit(131_072, *cards, serving={"kv_budget": 20 * GIB}, overhead=8 * GIB).fits  # 20 + 8 on 24
+
+
+def check_sums(found: Fit) -> None:
+    """Parts add up to the device, none of them is less than nothing, and the deciding rank is one of the ranks."""
+    for rank in found.ranks:
+        parts = (rank.weights_bytes, rank.kv_bytes, rank.overhead_bytes)
+        assert min(parts) >= 0
+        assert sum(parts) + rank.headroom_bytes == rank.device_bytes
+    rank = found.ranks[found.bottleneck_rank]
+    assert (rank.overhead_bytes, rank.headroom_bytes) == (found.overhead_bytes, found.headroom_bytes)
+    assert sum(part.bytes for part in found.parts) == found.overhead_bytes
+    if not found.fits:
+        assert found.headroom_bytes <= min(rank.headroom_bytes for rank in found.ranks)
+
+
+@pytest.mark.parametrize("rules", ["ideal", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "ollama", "transformers"])
+@pytest.mark.parametrize("told", [{}, {"kv_budget": 10 * GIB}, {"kv_budget": 40 * GIB}])
+@pytest.mark.parametrize("gpu", ["L4", "H100", "L4,T4", "2xRTX4090"])
+def test_every_rank_adds_up(rules: str, told: dict[str, Any], gpu: str) -> None:
+    model = build_spec(catalogue.find("Qwen3-32B"))
+    plan = SizePlan(engine(rules), contexts=(8192,), hardware=Hardware(read_gpus(gpu)))
+    found = size(model, 8192, plan.replace(serving=plan.serving.replace(**told))).fit
+    assert found is not None
+    check_sums(found)
+
+
+def test_of_unequal_gpus_the_largest_are_enough() -> None:
+    # 65,536 tokens are 20 GiB: the 80 GiB alone hold them, whichever stands first.
+    for cards in ((card(16), card(80)), (card(80), card(16))):
+        plan = SizePlan(contexts=(65_536,), hardware=Hardware(cards, solve="gpus"))
+        (result,) = answers_on(SHAPE, plan)
+        assert result.fit is not None
+        assert [rank.device_bytes for rank in result.fit.ranks] == [80 * GIB]
+
+
+@pytest.mark.parametrize("rules", ["llama.cpp", "ollama"])
+def test_llama_cpp_has_256_slots(kvctl: Run, rules: str) -> None:
+    """LLAMA_MAX_SEQ in src/llama-cparams.h."""
+    options = ("size", "Qwen3-0.6B", "--ctx", "1k", "--engine", rules, "--gpu", "H100")
+    assert kvctl(*options, "--json").json["results"][0]["fit"]["max_concurrency"] == 256
+    assert kvctl(*options, "--sequences", "256").code == 0
+    over = kvctl(*options, "--sequences", "257")
+    assert over.code == 2
+    assert "256 slots" in over.err
+
+
+def test_vllm_runs_no_more_requests_than_it_is_told(kvctl: Run) -> None:
+    options = ("size", "Qwen3-0.6B", "--ctx", "512", "--engine", "vllm", "--gpu", "RTX4090", "--max-num-seqs", "16")
+    assert kvctl(*options, "--json").json["results"][0]["fit"]["max_concurrency"] == 16
+
+
+def test_a_budget_that_the_device_has_not_is_told_apart(kvctl: Run) -> None:
+    """15.26 GiB of weights and 10 of cache on 22."""
+    options = ("size", "Qwen3-8B", "--ctx", "8k", "--engine", "vllm", "--gpu", "L4", "--kv-budget", "10GiB")
+    shown = kvctl(*options)
+    assert "does not fit" in shown.out
+    assert shown.out.count("which the device has not") == 2
+    replayed = kvctl(*options, "--workload", "chat", "--requests", "10")
+    assert replayed.code == 3
+    assert "no memory" in replayed.err
+
+
+def test_requests_that_are_refused_are_a_no(kvctl: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 1_000_000, "output_length": 10, "hash_ids": list(range(1954))}
+    trace.write_text(json.dumps(row) + "\n")
+    options = ("size", "Qwen3-8B", "--ctx", "8k", "--engine", "vllm", "--gpu", "L4", "--trace", str(trace))
+    assert kvctl(*options).code == 0
+    assert kvctl(*options, "--fail-unless-fits").code == 3
 
 
 def test_the_fewest_gpus() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvctl.allocation import Serving
+from kvctl.allocation import MOST_SLOTS, Serving
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.units import parse_bytes, parse_tokens
@@ -340,7 +340,7 @@ FLAGS: tuple[Flag, ...] = (
          low=0, high=1e+06),
     Flag("slots", COUNT, {"llama.cpp": ("--parallel", "-np"), "ollama": ("OLLAMA_NUM_PARALLEL",)},
          "Slots of llama.cpp; --ctx is their total. Default: 4 that share one cache.",
-         high=256),
+         high=MOST_SLOTS),
     Flag("unified", SWITCH, {"llama.cpp": ("--kv-unified", "-kvu")},
          "Whether llama.cpp's slots share one cache. Default: no, with --parallel.",
          off=("--no-kv-unified", "-no-kvu")),
