@@ -60,7 +60,7 @@ _BESIDE = {
     )
     | dict.fromkeys(
         ("-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot", "--override-tensor"),
-        "keeps weights in host memory, which is not counted: --measured-overhead and a fit say too little",
+        "may keep weights in host memory, which is not counted: the GPU takes less than a fit says",
     ),
     "sglang": {
         "--speculative-draft-kv-cache-dtype": "stores draft layers in a type of their own; they are counted in the model's",
