@@ -219,6 +219,9 @@ def _beside_weights(plan: SizePlan, fit: Fit) -> Iterator[tuple[str, SizePlan]]:
         kind = plan.engine.kv_dtype(smaller, "--kv-dtype")
         yield f"--kv-dtype {smaller}", plan.replace(key=kind, value=kind.values or kind)
     if serving.kv_budget is not None:
+        there = (fit.kv_budget_bytes + fit.headroom_bytes) >> 20
+        if 0 < there << 20 < serving.kv_budget:
+            yield f"--kv-budget {there}MiB", plan.replace(serving=serving.replace(kv_budget=there << 20))
         return
     if (most := _most_that_is_free(plan)) is not None:
         yield f"--gpu-memory-utilization {most:g}", plan.replace(serving=serving.replace(utilization=most))

@@ -217,6 +217,11 @@ def test_a_budget_that_the_device_has_not_is_told_apart(kvctl: Run) -> None:
     shown = kvctl(*options)
     assert "does not fit" in shown.out
     assert shown.out.count("which the device has not") == 2
+    advice = kvctl(*options, "--json").json["results"][0]["fit"]["advice"]
+    (less,) = [words.split()[1] for words in advice if words.startswith("--kv-budget ")]
+    assert kvctl(*options[:-1], less, "--fail-unless-fits").code == 0
+    more = f"{int(less.removesuffix('MiB')) + 1}MiB"  # what is told there is the most, to the MiB
+    assert kvctl(*options[:-1], more, "--fail-unless-fits").code == 3
     replayed = kvctl(*options, "--workload", "chat", "--requests", "10")
     assert replayed.code == 3
     assert "no memory" in replayed.err
