@@ -256,7 +256,7 @@ class Room:
             found = found.replace(bottleneck=poorest)
         lacking = self._refusal(found) or self.overridden(allocation, ranks[poorest])
         why = lacking or short or self._plan_refusal(allocation, ranks[poorest], context)
-        told_budget = self.laid.serving.kv_budget is not None
+        told_budget = found.pool and self.laid.serving.kv_budget is not None
         return found.replace(fits=not why, why=why, admitted=not (short if told_budget else why))
 
     def _started(self, context: int) -> Serving:
@@ -498,7 +498,9 @@ def _beside(room: Room, load: Load, index: int) -> tuple[Part, ...]:
     blocks = room.laid.serving.num_blocks
     if blocks is not None and load.allocation is not None and room.overridden(load.allocation, rank):
         size = blocks * load.allocation.bytes_per_block
-        parts.append(Part("reserved cache", size - kv, False, f"the rest of {plural(blocks, 'block')}, as told"))
+        parts.append(
+            Part("reserved cache", max(0, size - kv), False, f"the rest of {plural(blocks, 'block')}, as told")
+        )
     elif load.pool and left < used and rank.budget > kv:
         # A budget that is given is reserved whole: what is missing is missing for that, not for the workload.
         parts.append(Part("reserved cache", rank.budget - kv, False, "the rest of --kv-budget, whatever the load"))

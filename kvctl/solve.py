@@ -31,6 +31,7 @@ class NoAnswer(KvctlError):
 
 def answers_on(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
     """A result for every context, or for the one that is solved for; with advice where the longest does not fit."""
+    length = None
     if (
         plan.hardware is not None
         and plan.contexts is None
@@ -47,7 +48,10 @@ def answers_on(spec: ModelSpec, plan: SizePlan) -> list[SizeResult]:
     results = answers(spec, plan)
     last = results[-1]
     if last.fit is not None and not last.fit.fits:
-        results[-1] = last.replace(fit=last.fit.replace(advice=advice(spec, plan, last)))
+        ways = advice(spec, plan, last)
+        if length:  # more memory would change the length that the engine takes
+            ways = tuple(f"{words} --ctx {length}" if words.startswith("--gpu ") else words for words in ways)
+        results[-1] = last.replace(fit=last.fit.replace(advice=ways))
     return results
 
 

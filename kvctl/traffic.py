@@ -134,7 +134,8 @@ def _pool(result: SizeResult) -> tuple[int, int, int | None, list[str]]:
             return plan.block_size, plan.bytes_per_block * growing, capacity, notes
     rate = result.kv_bytes_per_token
     if not rate:
-        raise UsageError("nothing of this model's cache grows with its requests: there is nothing to replay")
+        raise UsageError("nothing of this model's cache grows with its requests: there is nothing to replay",
+                         hint="its size is the same for every request: leave --trace and --workload out")  # fmt: skip
     ranks = len(result.fit.ranks) if result.fit is not None and plan is None else 1
     block = plan.block_size if plan is not None and plan.block_size else _USUAL_BLOCK
     if plan is None or not plan.block_size:

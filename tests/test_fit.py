@@ -186,6 +186,34 @@ def test_every_rank_adds_up(rules: str, told: dict[str, Any], gpu: str) -> None:
     check_sums(found)
 
 
+def test_blocks_that_are_told_and_do_not_hold_the_workload_add_up(kvctl: Run) -> None:
+    # 300 requests of 8,192 × 147,456 bytes are 337.5 GiB; 4,000 blocks of 16 tokens hold 8.8 of them.
+    fit_ = kvctl("size", "Qwen3-8B", "--engine", "vllm", "--gpu", "L4", "--num-gpu-blocks-override", "4000", "--sequences",
+                 "300", "--ctx", "8192", "--json").json["results"][0]["fit"]  # fmt: skip
+    assert fit_["kv_bytes"] == 300 * 8192 * 147_456
+    assert min(part["bytes"] for part in fit_["parts"]) >= 0
+    parts = fit_["weights_bytes"] + fit_["kv_bytes"] + fit_["overhead_bytes"] + fit_["headroom_bytes"]
+    assert parts == fit_["device_bytes"]
+
+
+def test_the_device_bounds_a_budget_that_nothing_reserves(kvctl: Run) -> None:
+    """llama.cpp takes what the context takes: a budget that is told is a limit, and the device is another."""
+    options = ("size", "Qwen3-8B", "--engine", "llama.cpp", "--gpu", "2xL4", "--kv-budget", "40GiB")
+    result = kvctl(*options, "--solve", "ctx", "--json").json["results"][0]
+    assert result["fit"]["fits"]
+    assert 64 * 1024 < result["context"] < 40 * GIB * 2 // 147_456
+    assert kvctl(*options, "--ctx", str(result["context"] + 256), "--fail-unless-fits").code == 3
+
+
+def test_advice_keeps_a_length_that_memory_would_change(kvctl: Run) -> None:
+    """Ollama takes 4,096 tokens on 22 GiB and more on more."""
+    options = ("size", "Llama-3.3-70B-Instruct", "--engine", "ollama")
+    advice = kvctl(*options, "--gpu", "L4", "--json").json["results"][0]["fit"]["advice"]
+    (gpus,) = [words.split() for words in advice if words.startswith("--gpu ")]
+    assert gpus[2:] == ["--ctx", "4096"]
+    assert kvctl(*options, *gpus, "--fail-unless-fits").code == 0
+
+
 def test_of_unequal_gpus_the_largest_are_enough() -> None:
     # 65,536 tokens are 20 GiB: the 80 GiB alone hold them, whichever stands first.
     for cards in ((card(16), card(80)), (card(80), card(16))):
