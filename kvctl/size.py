@@ -14,8 +14,8 @@ from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, We
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
 
 if TYPE_CHECKING:
-    from kvctl.fit import Held, Room
     from kvctl.ranks import Hardware
+    from kvctl.room import Held, Room
     from kvctl.spec import Rational
 
 DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
@@ -305,7 +305,7 @@ def _check_weights_dtype(plan: SizePlan) -> None:
 
 
 def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:
-    """What a rank holds of other workloads than the plan's, for `kvctl.fit`."""
+    """What a rank holds of other workloads than the plan's, for `kvctl.room`."""
     engine = plan.engine
 
     def held(tokens: int, sequences: int, serving: Serving) -> tuple[int, Allocation | None]:
