@@ -64,7 +64,7 @@ def room_for(
         if engine.name != "vllm" and len(weights) > 1:
             guesses.append("weights: cut over ranks as vLLM cuts them")
     elif engine.slots:
-        free = [device.cuda_bytes if device.free_bytes is None else device.free_bytes for device in laid.devices]
+        free = [device.available_bytes for device in laid.devices]
         places = engine.memory.places(spec, info.bytes, free, laid.serving)
         weights = tuple(place.weights for place in places)
         if count > 1 or laid.serving.gpu_layers is not None or laid.serving.kv_on_host:

@@ -44,8 +44,7 @@ class Rank(Record):
     @property
     def free(self) -> int:
         """Bytes of the device that nobody else holds."""
-        total, free = self.device.cuda_bytes, self.device.free_bytes
-        return total if free is None else min(free, total)
+        return self.device.available_bytes
 
 
 class Load(Record):
@@ -94,16 +93,9 @@ class Room:
         """`weights` are bytes of every rank (repeated over replicas); `shares` the parts of the cache that devices
         hold where layers are divided over them, empty where an engine's plan is that of a rank; `guesses` what is estimated of either; `more` what the engine's `overheads` are told of every device."""
         self.spec, self.engine, self.dtype_bytes = spec, engine, dtype_bytes
-        self.laid, self.hardware, self.weights, self.shares, self.held, self.guesses = (
-            laid,
-            hardware,
-            weights,
-            shares,
-            held,
-            guesses,
-        )
+        self.laid, self.hardware, self.held = laid, hardware, held
+        self.weights, self.shares, self.guesses, self.more = weights, shares, guesses, more
         self._beside: tuple[int, ...] | None = None
-        self.more = more
         self._rank_of: dict[tuple[Any, ...], Rank] = {}
         self._longest: dict[int, int | None] = {}
         self._loads: dict[tuple[int, int], Load | None] = {}
@@ -128,7 +120,7 @@ class Room:
 
     def _rank(self, device: Device, weights: int, beside: int, context: int, more: dict[str, Any]) -> Rank:
         serving, total = self.laid.serving, device.cuda_bytes
-        free = total if device.free_bytes is None else min(device.free_bytes, total)
+        free = device.available_bytes
         key = (device.name, total, free, weights, beside, context, *more.values())
         if key in self._rank_of:
             return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
@@ -274,8 +266,7 @@ class Room:
         memory, device = self.engine.memory, rank.device
         if self.laid.serving.kv_budget is not None or self.hardware.overhead is not None:
             return None
-        free = device.cuda_bytes if device.free_bytes is None else device.free_bytes
-        before = free - sum(part.bytes for part in rank.parts if part.name == "runtime")
+        before = rank.free - sum(part.bytes for part in rank.parts if part.name == "runtime")
         return memory.shortage(self.spec, self.laid.serving, before=before, weights_bytes=rank.weights,
                                device_bytes=device.cuda_bytes, version=self.engine.version)  # fmt: skip
 

@@ -154,9 +154,7 @@ def _on(plan: SizePlan, count: int, *, tensor: bool = False) -> SizePlan | None:
         )
     devices = hardware.devices
     if count <= len(devices):  # of those that are named, the largest
-        by_size = sorted(
-            devices, key=lambda device: -(device.cuda_bytes if device.free_bytes is None else device.free_bytes)
-        )
+        by_size = sorted(devices, key=lambda device: -device.available_bytes)
         devices = tuple(sorted(by_size[:count], key=devices.index))
     else:
         devices = (devices[0].replace(index=None, uuid=None, notes=()),) * count

@@ -81,6 +81,11 @@ class Device(Record):
         return self._cuda()[0]
 
     @property
+    def available_bytes(self) -> int:
+        """What an application can still have of `cuda_bytes`: all of it, where nobody measured what is free."""
+        return self.cuda_bytes if self.free_bytes is None else min(self.free_bytes, self.cuda_bytes)
+
+    @property
     def cuda_estimated(self) -> bool:
         """Whether `cuda_bytes` comes from a rule rather than from a measurement of this or such a card."""
         return self._cuda()[1]
