@@ -82,8 +82,8 @@ def test_file_cache_is_not_counted_as_used(tmp_path: Path) -> None:
 def test_the_smallest_limit_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, memoryDOTmax=str(64 * MIB), memoryDOThigh=str(32 * MIB), memoryDOTcurrent=str(20 * MIB))
     (tmp_path / "own").write_text("0::/\n")
-    monkeypatch.setattr("kvctl.hardware.host._CGROUPS", tmp_path)
-    monkeypatch.setattr("kvctl.hardware.host._OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("kvctl.hardware.host.CGROUPS", tmp_path)
+    monkeypatch.setattr("kvctl.hardware.host.OWN_GROUPS", tmp_path / "own")
     device = host_device()
     assert (device.memory_bytes, device.free_bytes) == (32 * MIB, 12 * MIB)
     assert device.cuda_bytes == 32 * MIB
@@ -94,14 +94,14 @@ def test_the_smallest_limit_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_limit_above_the_host_s_memory_binds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, memoryDOTmax=str(2**50))
     (tmp_path / "own").write_text("0::/\n")
-    monkeypatch.setattr("kvctl.hardware.host._CGROUPS", tmp_path)
-    monkeypatch.setattr("kvctl.hardware.host._OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("kvctl.hardware.host.CGROUPS", tmp_path)
+    monkeypatch.setattr("kvctl.hardware.host.OWN_GROUPS", tmp_path / "own")
     device = host_device()
     assert (device.memory_bytes, device.notes) == (psutil.virtual_memory().total, ())
 
 
 def test_the_host_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvctl.hardware.host._CGROUPS", tmp_path)
+    monkeypatch.setattr("kvctl.hardware.host.CGROUPS", tmp_path)
     (device,) = read_gpus("cpu")
     assert (device.kind, device.memory_bytes) == ("cpu", psutil.virtual_memory().total)
     assert device.free_bytes is not None

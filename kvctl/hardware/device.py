@@ -112,6 +112,20 @@ class Device(Record):
         return estimated_cuda_bytes(self.memory_bytes), True
 
 
+class Readings(Record):
+    """What a GPU's sensors say now; None where the driver does not tell."""
+
+    sm_mhz: int | None = None
+    max_sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    max_memory_mhz: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None  # the one in force
+    temperature_c: int | None = None
+    persistence: bool | None = None  # whether the driver stays loaded between processes
+    slowed_by: tuple[str, ...] = ()  # what holds the clocks down at this moment
+
+
 def usable_by_metal(memory_bytes: int) -> int:
     """What one process may hold of a Mac's memory; an estimate."""
     return memory_bytes * 2 // 3 if memory_bytes <= _METAL_SMALL_BYTES else memory_bytes * 3 // 4

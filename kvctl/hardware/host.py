@@ -10,8 +10,8 @@ from kvctl.units import format_bytes
 
 # cgroup v1 writes "no limit" as the largest multiple of a page; nothing near it is a limit.
 _NO_LIMIT = 2**60
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Limit(NamedTuple):
@@ -37,7 +37,7 @@ def host_device() -> Device:
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     notes: tuple[str, ...] = ()
-    for bound in cgroup_limits(_CGROUPS, _OWN_GROUPS):
+    for bound in cgroup_limits(CGROUPS, OWN_GROUPS):
         if bound.used is not None:
             free = min(free, max(bound.limit - bound.used, 0))
         if bound.limit < total:
@@ -58,26 +58,33 @@ def cgroup_limits(root: Path, own: Path) -> list[Limit]:
 
 def _groups(root: Path, own: Path) -> list[_Group]:
     """Those of this process, and their parents."""
+    files = {
+        1: (("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+        2: (("memory.max", "memory.high"), "memory.current"),
+    }
+    return [_Group(folder, *files[version]) for folder, version in group_folders(root, own, "memory")]
+
+
+def group_folders(root: Path, own: Path, controller: str) -> list[tuple[Path, int]]:
+    """Folders of this process's groups and of all above them that may limit by a controller, with cgroups' version."""
     try:
         lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    found: dict[Path, _Group] = {}
-    limits: tuple[str, ...]
+    found: dict[Path, int] = {}
     for line in lines[:64]:
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if (number, controllers) == ("0", ""):
-            top, limits, used = root, ("memory.max", "memory.high"), "memory.current"
-        elif "memory" in controllers.split(","):
-            top, limits, used = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+            top, version = root, 2
+        elif controller in controllers.split(","):
+            top, version = root / controller, 1
         else:
             continue
         # In a container the path may be the host's; its own root is mounted at the top, which is always looked into.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts), -1, -1):
-            folder = top.joinpath(*parts[:depth])
-            found[folder] = _Group(folder, limits, used)
-    return list(found.values())
+            found[top.joinpath(*parts[:depth])] = version
+    return list(found.items())
 
 
 def _number(file: Path) -> int | None:

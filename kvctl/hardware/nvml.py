@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from kvctl.hardware.device import Device, estimated_cuda_bytes
+from kvctl.hardware.device import Device, Readings, estimated_cuda_bytes
 from kvctl.hardware.nvml_errors import NoGpuError, advice, cannot_ask, meaning
 
 _NOT_SUPPORTED = 3
@@ -20,6 +20,17 @@ _MAX_GPUS = 1024
 _MAX_LINKS = 36  # NVML_NVLINK_MAX_LINKS
 _MAX_SLICES = 64
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
+_SM, _MEMORY = 1, 2  # NVML_CLOCK_SM, NVML_CLOCK_MEM
+_SENSOR = 0  # NVML_TEMPERATURE_GPU
+
+# nvml.h, nvmlClocksEventReason…; an idle GPU and clocks that somebody set are no slow-down.
+_SLOWED = {
+    0x04: "power limit",
+    0x08: "hardware slow-down",
+    0x20: "temperature (driver)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
 
 
 class _Memory(NamedTuple):
@@ -51,6 +62,58 @@ def probe() -> tuple[Device, ...]:
         whole = gpu.device.replace(driver=driver, cuda_version=version, peers=_peers(gpu, gpus))
         rows += [piece.replace(driver=driver, cuda_version=version) for piece in gpu.slices] or [whole]
     return tuple(rows)
+
+
+def readings() -> dict[int, Readings]:
+    """Clocks, power and temperature now, by the GPU's index; GPUs that do not answer are left out."""
+    found: dict[int, Readings] = {}
+    with _session() as nvml:
+        for index in range(min(_must(nvml, nvml.nvmlDeviceGetCount), _MAX_GPUS)):
+            handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+            if handle is not None:
+                found[index] = _readings(nvml, handle)
+    return found
+
+
+def _readings(nvml: Any, handle: Any) -> Readings:
+    def watts(call: Callable[..., Any]) -> float | None:
+        milliwatts = _ask(nvml, call, handle)
+        return None if milliwatts is None else int(milliwatts) / 1000
+
+    def either(older: str, newer: str, *arguments: int) -> int | None:
+        # CUDA 14 drops the older names; neither pynvml nor the driver need know both.
+        calls = [getattr(nvml, name) for name in (newer, older) if hasattr(nvml, name)]
+        answers = (_ask(nvml, call, handle, *arguments) for call in calls)
+        return next((answer for answer in answers if answer is not None), None)
+
+    persistence = _ask(nvml, nvml.nvmlDeviceGetPersistenceMode, handle)
+    reasons = either("nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetCurrentClocksEventReasons")
+    return Readings(
+        sm_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, _SM),
+        max_sm_mhz=_ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, _SM),
+        memory_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, _MEMORY),
+        max_memory_mhz=_ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, _MEMORY),
+        power_watts=watts(nvml.nvmlDeviceGetPowerUsage),
+        power_limit_watts=watts(nvml.nvmlDeviceGetEnforcedPowerLimit),
+        temperature_c=either("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", _SENSOR),
+        persistence=None if persistence is None else persistence == 1,
+        slowed_by=tuple(name for bit, name in _SLOWED.items() if (reasons or 0) & bit),
+    )
+
+
+@contextmanager
+def own_memory(uuid: str) -> Iterator[Callable[[], int | None]]:
+    """A function that reads the bytes this process holds on one GPU; None where they are not told.
+
+    In a container that has its own process numbers the driver's list does not name this process.
+
+    Raises:
+        NoGpuError: NVML does not start, or does not find the GPU.
+
+    """
+    with _session() as nvml:
+        handle = _must(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
+        yield lambda: _listed(nvml, handle).get(os.getpid())
 
 
 @contextmanager
@@ -196,6 +259,11 @@ def _unified(name: str) -> Device:
 
 def _processes(nvml: Any, handle: Any) -> tuple[tuple[int, int | None], ...]:
     """Other processes with a context on the GPU: pid, and bytes where they are told (not in WSL)."""
+    return tuple((pid, size) for pid, size in sorted(_listed(nvml, handle).items()) if pid != os.getpid())
+
+
+def _listed(nvml: Any, handle: Any) -> dict[int, int | None]:
+    """Every process with a context on the GPU, this one too."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
         for version in ("_v3", "_v2"):
@@ -207,7 +275,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[tuple[int, int | None], ...]:
             size = process.usedGpuMemory
             known = found.get(process.pid)
             found[process.pid] = known if size is None else max(int(size), known or 0)
-    return tuple((pid, size) for pid, size in sorted(found.items()) if pid != os.getpid())
+    return found
 
 
 def _others(memory: _Memory, processes: tuple[tuple[int, int | None], ...]) -> int:

@@ -162,6 +162,23 @@ int nvmlDeviceGetMigDeviceHandleByIndex(node at, u32 index, node *out) {
   return 0;
 }
 
+int nvmlDeviceGetHandleByUUID(const char *uuid, node *out) {
+  for (u32 index = 0; index < 16; index++) {
+    char name[16];
+    snprintf(name, sizeof name, "%u", index);
+    const char *found = value(name, "uuid");
+    if (found && !strcmp(found, uuid)) { *out = remember(name); return 0; }
+  }
+  return 6;
+}
+int nvmlDeviceGetClockInfo(node at, u32 kind, u32 *out) { return count_of(at, kind == 1 ? "sm_clock" : kind == 2 ? "memory_clock" : "", out); }
+int nvmlDeviceGetMaxClockInfo(node at, u32 kind, u32 *out) { return count_of(at, kind == 1 ? "sm_clock_max" : kind == 2 ? "memory_clock_max" : "", out); }
+int nvmlDeviceGetPowerUsage(node at, u32 *out) { return count_of(at, "milliwatts", out); }
+int nvmlDeviceGetEnforcedPowerLimit(node at, u32 *out) { return count_of(at, "milliwatts_max", out); }
+int nvmlDeviceGetTemperature(node at, u32 sensor, u32 *out) { return sensor ? 2 : count_of(at, "temperature", out); }
+int nvmlDeviceGetPersistenceMode(node at, u32 *out) { return count_of(at, "persistence", out); }
+int nvmlDeviceGetCurrentClocksThrottleReasons(node at, u64 *out) { FAILS(at, "reasons"); *out = number(at, "reasons", 0); return 0; }
+
 struct pci { char legacy[16]; u32 domain, bus, device, id, subsystem; char bus_id[32]; };
 int nvmlDeviceGetPciInfo_v3(node at, struct pci *out) { memset(out, 0, sizeof *out); return text(at, "bus", out->bus_id, 32); }
 static node link_of(node at, u32 link) {
