@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from kvctl.errors import UsageError
@@ -86,6 +87,16 @@ def _number(value: float) -> str:
         return f"{int(value):,}"
     digits = 2 if value < 100 else 1
     return f"{value:,.{digits}f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits: 850 µs, 12.3 ms, 1.25 s, 1,234 s."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * size:
+            count = seconds / size
+            digits = max(0, 2 - math.floor(math.log10(count * 1.0005)))
+            return f"{count:,.{digits}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
 
 
 def format_count(count: int) -> str:

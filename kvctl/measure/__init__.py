@@ -1,0 +1,1 @@
+"""Real prefill and decode passes: what a cache holds, what a machine does, beside what `kvctl.size` predicts."""
