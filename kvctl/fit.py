@@ -47,7 +47,8 @@ def room_for(
     laid = layout(engine, serving, hardware, works)
     info = weights_of(laid.serving)
     count = len(laid.devices)
-    shares = (Fraction(1, count),) * count if count > 1 and not engine.splits else ()
+    cut = engine.rows and (laid.serving.tensor_parallel or 1) > 1  # its cache is told by rank
+    shares = (Fraction(1, count),) * count if count > 1 and not engine.splits and not cut else ()
     more: tuple[dict[str, Any], ...] = ()
     guesses: list[str] = []
     if spec.provenance.source == "shape":

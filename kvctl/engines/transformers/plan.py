@@ -3,7 +3,7 @@
 Source: transformers 5.24 cache_utils.py and generation/utils.py; optimum-quanto 0.2.7 and hqq
 0.2.8 for what a quantised tensor takes.
 
-The dynamic cache allocates as it goes and has no plan. A static one has its full length
+The dynamic cache allocates as it goes and has no plan, but over several ranks each holds its part. A static one has its full length
 from the first token (--ctx is its max_cache_len); an offloaded one keeps two layers on the
 accelerator at a time; a quantised one packs the prompt and, from time to time, what was
 generated since. Position counters (a few bytes a layer) are not counted.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from kvctl.allocation import Allocation, GroupRow, RankRow, Serving
 from kvctl.engines import TRANSFORMERS
 from kvctl.engines.states import not_known
+from kvctl.engines.transformers.cuts import heads_are_cut
 from kvctl.engines.transformers.quantized import Packing, Shape, packing
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, cache_format
@@ -48,7 +49,7 @@ _TAKES = {
     "residual_length": ("quantized",), "axis_key": ("quantized",), "axis_value": ("quantized",),
     "generated": ("quantized",), "block_size": ("paged",), "max_batched": ("paged",), "num_blocks": ("paged",),
     "max_sequences": ("paged",), "max_blocks_per_request": ("paged",), "async_batching": ("paged",),
-    "offload": ("paged",), "kv_budget": CACHES[1:], "tensor_parallel": CACHES[1:],
+    "offload": ("paged",), "kv_budget": CACHES[1:], "tensor_parallel": CACHES,
 }  # fmt: skip
 """Which caches look at which setting."""
 
@@ -90,30 +91,39 @@ Layout = Callable[[Layer, int], list[_Piece]]
 def plan(
     spec: ModelSpec, context: int, sequences: int, fmt: Formats, serving: Serving, version: str | None
 ) -> Allocation | None:
-    """What the named cache takes for a batch of `sequences`; None for the dynamic one.
+    """What the named cache takes for a batch of `sequences`; None for the dynamic one on one rank.
 
     Raises:
         ConfigError: a kind of state that the cache does not take, or whose storage is not known.
         UsageError: settings that transformers refuses.
 
     """
-    if serving.cache_implementation is None and not any(
-        getattr(serving, setting) is not None for setting in _OWN_SETTINGS
+    ranks = serving.tensor_parallel or 1
+    if (
+        serving.cache_implementation is None
+        and ranks == 1
+        and not any(getattr(serving, setting) is not None for setting in _OWN_SETTINGS)
     ):
         return None
     name = serving.cache_implementation or "dynamic"
-    _check(name, serving)
-    if name == "dynamic":
+    # Without a cache named, what the others share may be meant for another engine.
+    told = serving if serving.cache_implementation is not None else serving.replace(**dict.fromkeys(_SHARED))
+    _check(name, told)
+    if name == "dynamic" and ranks == 1:
         return None
     if context < 1:
         raise UsageError(f"--ctx 0: the {name} cache needs at least one token")
-    if spec.model_type in _OWN_CACHES:
+    if spec.model_type in _OWN_CACHES and name != "dynamic":
         raise ConfigError(f"{spec.model_type} brings a cache of its own: transformers ignores cache_implementation")
     if name == "paged":
         from kvctl.engines.transformers import paged
 
         return paged.plan(spec, context, sequences, fmt, serving)
-    batch = _Batch(spec, sequences, fmt, serving.encoder, serving.tensor_parallel or 1)
+    batch = _Batch(spec, sequences, fmt, serving.encoder, ranks, heads_are_cut(spec, ranks))
+    if name == "dynamic":
+        return _allocation(
+            batch, serving, context, batch.dynamic, _rank_reasons(batch), _everything(batch, batch.dynamic)
+        )
     if name == "quantized":
         packed = packing(serving, context)
         tensors = batch.tensors()
@@ -156,17 +166,11 @@ class _Batch(Record):
     fmt: Formats
     encoder: int
     ranks: int
+    cut: bool = False
+    """Whether each rank holds its own KV heads."""
 
     def static(self, layer: Layer, context: int) -> list[_Piece]:
         """A layer of StaticCache: as many positions as it may ever hold."""
-        return self._pieces(layer, lambda state: self._reach(state, context))
-
-    def dynamic(self, layer: Layer, context: int) -> list[_Piece]:
-        """A layer of DynamicCache: the positions held so far."""
-        work = Workload(context, 1, self.encoder)
-        return self._pieces(layer, lambda state: state.tokens(work, TRANSFORMERS.retention))
-
-    def _pieces(self, layer: Layer, positions: Callable[[LayerState], int]) -> list[_Piece]:
         work = Workload(0, 1, self.encoder)
         out = []
         for state in layer.states_in("transformers"):
@@ -174,13 +178,20 @@ class _Batch(Record):
                 continue
             if isinstance(state, (ConvState, RecurrentState)):
                 held, size = 0, state.size(work, self.fmt, TRANSFORMERS.retention)
-                if self.ranks > 1:
-                    raise not_known(self.spec, state, "a rank of transformers")
             else:
-                held = positions(state)
+                held = self._reach(state, context)
                 size = held * self._split(state).row(self.fmt)
             out.append(_Piece(state.kind, held, size * self.sequences))
         return out
+
+    def dynamic(self, layer: Layer, context: int) -> list[_Piece]:
+        """A layer of DynamicCache: the positions held so far."""
+        work, keep = Workload(context, 1, self.encoder), TRANSFORMERS.retention
+        return [
+            _Piece(state.kind, state.tokens(work, keep), self._split(state).size(work, self.fmt, keep) * self.sequences)
+            for state in layer.states_in("transformers")
+            if not isinstance(state, Empty)
+        ]
 
     def _reach(self, state: LayerState, context: int) -> int:
         """Positions of a static layer: its window, though never more than the cache's length."""
@@ -200,11 +211,9 @@ class _Batch(Record):
         raise not_known(self.spec, state, "transformers' static cache")
 
     def _split(self, state: LayerState) -> LayerState:
-        """One rank's part: KV heads are divided, and nothing else is known to be."""
-        if self.ranks == 1:
+        """One rank's part: KV heads are divided where the plan says so, and every rank holds the whole of all else."""
+        if not self.cut or not isinstance(state, (FullAttention, SlidingWindow, ChunkedAttention)):
             return state
-        if not isinstance(state, (FullAttention, SlidingWindow, ChunkedAttention)):
-            raise not_known(self.spec, state, "a rank of transformers")
         return state.replace(kv_heads=split_heads(state, self.ranks))
 
     def tensors(self) -> list[tuple[Shape, Shape]]:
@@ -242,6 +251,14 @@ def _rows(state: LayerState) -> tuple[Shape, Shape] | None:
     if isinstance(state, LatentAttention) and state.window is None:
         return (1, state.latent), (1, state.rope)
     return None
+
+
+def _rank_reasons(batch: _Batch) -> list[str]:
+    """Who holds what."""
+    if batch.cut:
+        return [f"KV heads are divided over {batch.ranks} ranks; all else of the cache lies whole on each"]
+    return [f"each of {batch.ranks} ranks holds the whole cache: transformers' plan for {batch.spec.model_type} does not "
+            "divide what is cached"]  # fmt: skip
 
 
 def split_heads(state: Attention, ranks: int) -> int:
