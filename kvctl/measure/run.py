@@ -1,0 +1,252 @@
+"""One `kvctl profile` of a model in this process: load, measure, report."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvctl.engines import TRANSFORMERS
+from kvctl.errors import KvctlError, SourceError
+from kvctl.measure.idle import NOTICEABLE
+from kvctl.measure.report import Point, ProfileReport, Try
+from kvctl.record import Record
+from kvctl.size import SizePlan, prepare, size
+from kvctl.units import plural
+
+if TYPE_CHECKING:
+    from kvctl.formats import DType
+    from kvctl.measure.loaded import Loaded, Wanted
+    from kvctl.measure.points import Asked
+    from kvctl.spec import ModelSpec
+
+INSTALL = "pip install 'kvctl[measure]'"
+_RATE_BUDGET_S = 0.3
+"""For each rate of the hardware; their noise is below what shares are read with."""
+
+
+class ProfilePlan(Record):
+    """What to run. Everything in it can be sent to another process."""
+
+    spec: ModelSpec
+    wanted: Wanted
+    asked: Asked
+    prompt: str | None = None
+    """A text file whose tokens fill the prompt; None for the text that kvctl ships."""
+    limits: bool = True
+    """Whether the hardware's rates are measured too."""
+
+
+class Now:
+    """What is happening, for whoever shows it: plain attributes, read from another thread."""
+
+    def __init__(self) -> None:
+        self.doing = ""
+        self.step = 0
+        self.steps = 0
+        self.last: Point | None = None
+
+
+class Progress(Record):
+    """How a run tells what it does: `now` is changed in place, `done` gets each point as it is complete, `tried` each try
+    of --until-oom."""
+
+    now: Now
+    done: Callable[[Point], None]
+    tried: Callable[[Try], None] = lambda _: None
+
+
+def need_torch() -> None:
+    """Refuses to go on without the packages that run models.
+
+    Raises:
+        KvctlError: torch, transformers or accelerate is not installed.
+
+    """
+    missing = [name for name in ("torch", "transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise KvctlError(f"running a model takes torch, transformers and accelerate; not installed: {', '.join(missing)}",
+                         hint=f"{INSTALL} (for a machine without a GPU, install torch's CPU build first)")  # fmt: skip
+
+
+def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
+    """Load the model and measure every point; on Ctrl-C what is complete is in the report, which says so.
+
+    Raises:
+        KvctlError: the model cannot be loaded or run.
+
+    """
+    from kvctl.measure.fits import lines_of
+    from kvctl.measure.hush import quiet, slow_kernels
+    from kvctl.measure.load import load
+    from kvctl.measure.machine import gpu_of, look, published
+    from kvctl.measure.points import check_lengths, measure
+    from kvctl.measure.rates import measure_rates
+
+    spec, wanted, asked = plan.spec, plan.wanted, plan.asked
+    asked_size = prepare(spec, SizePlan(TRANSFORMERS, dtype=wanted.dtype))
+    dtype = asked_size.dtype
+    check_lengths(spec, asked)
+    now = progress.now
+    points: list[Point] = []
+    notes: list[str] = []
+    warnings = list(asked_size.warnings)
+    interrupted = False
+    loaded = None
+    try:
+        _threads(notes)
+        now.doing = "loading the model"
+        loaded = load(spec, wanted, dtype)
+        notes += loaded.notes
+        ids = _prompt(plan, loaded, notes)
+        rates = None
+        if plan.limits:
+            now.doing = "measuring the hardware"
+            rates = measure_rates(loaded.device, _RATE_BUDGET_S)
+            if loaded.device != "cpu":
+                rates = published(rates, gpu_of(loaded.device, look().gpus))
+
+        def done(point: Point) -> None:
+            points.append(point)
+            progress.done(point)
+
+        with quiet() as said:
+            others = measure(loaded, asked, dtype, ids, rates, now, done)
+        notes += slow_kernels(said)
+        if others is not None and others >= NOTICEABLE:
+            warnings.append(f"other programs took {others:.0%} of the processors while times were measured: they are longer "
+                            "and vary more than on an idle machine")  # fmt: skip
+    except KeyboardInterrupt:
+        interrupted = True
+    return _report(plan, dtype, loaded).replace(
+        points=tuple(points),
+        lines=lines_of(points),
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        interrupted=interrupted,
+    )
+
+
+def unmeasured(plan: ProfilePlan) -> ProfileReport:
+    """The report of a run that did not come to measuring points."""
+    return _report(plan, prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype, None)
+
+
+def _report(plan: ProfilePlan, dtype: DType, loaded: Loaded | None) -> ProfileReport:
+    from kvctl.measure.environment import environment
+
+    result = size(plan.spec, max(plan.asked.contexts), SizePlan(TRANSFORMERS, dtype=dtype))
+    return ProfileReport(
+        model=result.model,
+        engine="transformers",
+        engine_version=_version("transformers"),
+        dtype=dtype.name,
+        weights=result.weights,
+        settings=_settings(plan, loaded),
+        environment=environment(plan.wanted.device),
+    )
+
+
+def _threads(notes: list[str]) -> None:
+    """As many threads as there are cores to use: torch counts those that a container's quota takes away."""
+    import os
+
+    import torch
+
+    from kvctl.hardware.cpu import read_cpu
+
+    usable = read_cpu().usable_cores
+    if usable and usable < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        notes.append(f"{torch.get_num_threads()} threads of torch on {plural(usable, 'core')} would wait for one another: "
+                     f"{usable} are used")  # fmt: skip
+        torch.set_num_threads(usable)
+
+
+def _settings(plan: ProfilePlan, loaded: Loaded | None) -> dict[str, Any]:
+    asked, wanted = plan.asked, plan.wanted
+    thinned = loaded.thinned if loaded is not None else None
+    attention = (
+        getattr(getattr(loaded.model, "config", None), "_attn_implementation", None) if loaded is not None else None
+    )
+    return {
+        "device": wanted.device,
+        "device_map": wanted.device_map,
+        "attention": attention,
+        "weights": "random" if wanted.random else "published",
+        "weights_bytes": loaded.weights_bytes if loaded is not None else None,
+        "layers": wanted.layers,
+        "layers_kept": list(thinned.kept) if thinned is not None else None,
+        "layers_of_kind": list(thinned.counts) if thinned is not None else None,
+        "decode": asked.decode,
+        "prefill_chunk": asked.prefill_chunk,
+        "repeat": asked.repeat,
+        "seed": asked.seed,
+        "tensor_parallel": wanted.tensor_parallel,
+    }
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _prompt(plan: ProfilePlan, loaded: Loaded, notes: list[str]) -> Callable[[int, int], Any]:
+    """What fills the prompt: a text's tokens, or random ones where the model has no tokenizer."""
+    from kvctl.measure.points import texts
+
+    config = loaded.model.config.get_text_config(decoder=True)
+    vocabulary = getattr(config, "vocab_size", None) or 1000
+    ids = None
+    if loaded.tokenizer_path is not None:
+        text = read_text(plan.prompt)
+        try:
+            ids = _tokenized(loaded, plan, text)
+        except Exception as error:
+            if plan.prompt is not None:
+                from kvctl.measure.faults import first_line
+
+                raise SourceError(f"{plan.spec.id}: no tokenizer for --prompt: {first_line(error)}") from None
+            notes.append("the model comes without a tokenizer that loads: the prompt is random tokens")
+        if ids is not None and max(ids, default=0) >= vocabulary:
+            raise SourceError(f"{plan.spec.id}: its tokenizer has tokens that the model has no embedding for")
+    elif plan.prompt is not None:
+        raise SourceError("--prompt needs the model's own tokenizer, and random weights have none",
+                          hint="without --prompt the prompt is random tokens")  # fmt: skip
+    return texts(ids, vocabulary, plan.asked.seed)
+
+
+def _tokenized(loaded: Loaded, plan: ProfilePlan, text: str) -> list[int]:
+    import transformers
+
+    from kvctl.measure.hush import quiet
+
+    told: dict[str, Any] = {"trust_remote_code": plan.wanted.trust_remote_code}
+    if loaded.gguf_file is not None:
+        told["gguf_file"] = loaded.gguf_file
+    if plan.wanted.revision is not None:
+        told["revision"] = plan.wanted.revision
+    with quiet():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(loaded.tokenizer_path, **told)
+        return [int(token) for token in tokenizer(text)["input_ids"]]
+
+
+def read_text(path: str | None) -> str:
+    """A prompt from a file, or the one that kvctl ships."""
+    if path is None:
+        from importlib import resources
+
+        return resources.files("kvctl").joinpath("data", "prompt.txt").read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SourceError(f"--prompt: {path[:200]} is no UTF-8 text") from None
+    except OSError as error:
+        raise SourceError(f"--prompt: cannot read {path[:200]}: {error.strerror}") from None
+    if not text.strip():
+        raise SourceError(f"--prompt: {path[:200]} is empty")
+    return text
