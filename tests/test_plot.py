@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.errors import KvctlError, UsageError
-from kvctl.plot import Chart, Curve, Limit, kind_of, render, terminal, write
-from kvctl.plot.axes import context_axis, memory_axis
+from kvctl.plot import Chart, Curve, Limit, Mark, kind_of, render, terminal, write
+from kvctl.plot.axes import context_axis, memory_axis, time_axis
 from kvctl.plot.colours import DARK, LIGHT
+from kvctl.units import format_seconds
 
 GIB = 2**30
 LADDER = tuple(2**power for power in range(12, 21))  # 4k … 1M
@@ -244,6 +245,134 @@ def test_long_names_lose_their_middle() -> None:
     assert shown.endswith("-Instruct")
     # In full under the pointer.
     assert marked(root, "name")[0][0].text == name
+
+
+# -- measured marks, a second panel -----------------------------------------------------------
+
+MARKED = Chart(
+    "memory",
+    (
+        Curve("cache", ((1024, GIB), (16_384, 16 * GIB)), (Mark(1024, GIB), Mark(4096, 5 * GIB)), "predicted", ("as said",)),
+        Curve("marks alone", (), (Mark(2048, 12 * GIB), Mark(16_384, 14 * GIB))),
+    ),
+    below=Chart(
+        "time",
+        (Curve("step", ((1024, 10**7), (4096, 2 * 10**7)), (Mark(1024, 11_000_000, 10_000_000, 14_000_000), Mark(4096, 2 * 10**7))),),
+        quantity="time",
+        y_label="TPOT",
+        note="the end",
+    ),
+)  # fmt: skip
+
+
+def ruler(root: ElementTree.Element, panel: int) -> tuple[float, float]:
+    """Where 0 is in a panel, and pixels for each unit of its axis."""
+    ticks = [
+        (float(text.replace(",", "")), float(e.get("y", "")) - 4)
+        for e, text in zip(marked(root, "y-tick"), words(root, "y-tick"), strict=True)
+    ]
+    starts = [place for place, (value, _) in enumerate(ticks) if value == 0]
+    own = ticks[starts[panel] : (*starts, None)[panel + 1]]
+    return own[0][1], (own[0][1] - own[-1][1]) / own[-1][0]
+
+
+def test_measured_values_are_rings_at_their_place() -> None:
+    root = image(MARKED)
+    assert words(root, "y-label") == ["memory (GiB)", "TPOT (ms)"]
+    rings, holes = marked(root, "measured"), marked(root, "hole")
+    assert [ring.get("fill") for ring in rings] == [LIGHT[f"curve{index}"] for index in (0, 0, 1, 1, 0, 0)]
+    assert {hole.get("fill") for hole in holes} == {LIGHT["background"]}
+    zero, per_gib = ruler(root, 0)
+    for ring, hole, gib in zip(rings, holes, (1, 5, 12, 14), strict=False):
+        assert zero - float(ring.get("cy", "")) == pytest.approx(per_gib * gib, abs=0.02)
+        assert (hole.get("cx"), hole.get("cy")) == (ring.get("cx"), ring.get("cy"))
+    zero, per_ms = ruler(root, 1)
+    for ring, ms in zip(rings[4:], (11, 20), strict=True):
+        assert zero - float(ring.get("cy", "")) == pytest.approx(per_ms * ms, abs=0.02)
+    # One bar, from 10 to 14 ms.
+    (bar,) = marked(root, "bar")
+    ends = [float(number) for number in re.findall(r" ([\d.]+)", (bar.get("d") or "").replace("L", " L"))]
+    assert [zero - end for end in ends] == [pytest.approx(per_ms * ms, abs=0.02) for ms in (10, 14)]
+    assert len(marked(root, "bar-end")) == 2
+    # A line only where there is one, and no other dots on it.
+    assert len(marked(root, "curve")) == 2
+    assert marked(root, "point") == []
+
+
+def test_panels_share_their_contexts_and_edges() -> None:
+    root = image(MARKED)
+    ticks = [(e.get("x"), text) for e, text in zip(marked(root, "x-tick"), words(root, "x-tick"), strict=True)]
+    assert ticks[:5] == ticks[5:]
+    assert [text for _, text in ticks[:5]] == ["1k", "2k", "4k", "8k", "16k"]
+    rings = marked(root, "measured")
+    assert rings[1].get("cx") == rings[5].get("cx")
+    assert float(rings[1].get("cy", "")) < float(rings[5].get("cy", "")) < float(root.get("height", ""))
+    assert words(root, "title") == ["memory", "time"]
+    assert words(root, "fact") == [
+        "5 GiB at 4,096 tokens",
+        "as said",
+        "14 GiB at 16,384 tokens",
+        "20.0 ms at 4,096 tokens",
+    ]
+
+
+def test_marks_are_in_the_page_to_the_byte() -> None:
+    page = Page(MARKED)
+    memory = page.rows.index(["context (tokens)", "cache, predicted", "cache, measured", "marks alone, measured"])
+    assert page.rows[memory + 1] == ["1,024", "1 GiB1,073,741,824 bytes", "1 GiB1,073,741,824 bytes", ""]
+    assert page.rows[memory + 2] == ["2,048", "", "", "12 GiB12,884,901,888 bytes"]
+    time = page.rows.index(["context (tokens)", "step", "step, measured"])
+    assert page.rows[time + 1] == ["1,024", "10.0 ms", "11.0 ms10.0 ms to 14.0 ms"]
+
+
+@pytest.mark.parametrize(("unicode", "ring", "bar"), [(True, "○", "│"), (False, "o", "|")])
+def test_marks_on_the_terminal(unicode: bool, ring: str, bar: str) -> None:
+    lines = terminal(MARKED, 100, 60, colour=False, unicode=unicode).splitlines()
+    middle = lines.index("time")
+    assert lines[middle - 1] == ""
+    above, below = "\n".join(lines[:middle]), "\n".join(lines[middle:])
+    plots = [re.findall(r"^ *\d* ?[│┤|+](.*)$", part, re.MULTILINE) for part in (above, below)]
+    assert [sum(line.count(ring) for line in plot) for plot in plots] == [4, 2]
+    # The bar stands at the left edge over the first ring: 14 ms of a scale of 21.2 is two fifths down.
+    first = [place for place, line in enumerate(plots[1]) if line.startswith((bar, ring))]
+    assert len(first) == pytest.approx(4 / 21.2 * len(plots[1]), abs=1.5)
+    assert plots[1][first[-1]].startswith((bar, ring))
+    assert "A cache        5 GiB at 4,096    as said" in lines
+    assert "step: 20.0 ms at 4,096 tokens" in lines
+    assert not unicode or "TPOT (ms)" in lines
+
+
+@pytest.mark.parametrize(
+    ("longest", "unit", "labels"),
+    [
+        (0, "ms", ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (300_000, "µs", ["0", "100", "200", "300"]),
+        (42 * 10**6, "ms", ["0", "10", "20", "30", "40"]),
+        (9 * 10**9, "ms", ["0", "2,000", "4,000", "6,000", "8,000"]),
+        (40 * 10**9, "s", ["0", "10", "20", "30", "40"]),
+    ],
+)
+def test_time_ticks(longest: int, unit: str, labels: list[str]) -> None:
+    axis = time_axis([0, longest], 6)
+    assert (axis.unit, [label for _, label in axis.ticks]) == (unit, labels)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0 s"), (3e-8, "30 ns"), (8.5e-4, "850 µs"), (9.996e-4, "1.00 ms"), (0.0123, "12.3 ms"), (0.99951, "1.00 s"),
+     (1.25, "1.25 s"), (9.996, "10.0 s"), (99.96, "100 s"), (1234.4, "1,234 s")],
+)  # fmt: skip
+def test_times_in_words(seconds: float, expected: str) -> None:
+    assert format_seconds(seconds) == expected
+
+
+def test_marks_out_of_order_and_limits_of_time_are_refused() -> None:
+    with pytest.raises(ValueError, match="ascend"):
+        render(Chart("t", (Curve("c", (), (Mark(2, 1), Mark(1, 1))),)), "svg")
+    with pytest.raises(ValueError, match="negative"):
+        render(Chart("t", (Curve("c", (), (Mark(2, 1, -1, 2),)),)), "svg")
+    with pytest.raises(ValueError, match="limits"):
+        render(CHART.replace(quantity="time"), "svg")
 
 
 # -- colours -------------------------------------------------------------------------------
@@ -528,6 +657,7 @@ CHARTS = {
         "模型" * 40, (straight("模型-" * 20, 65_536), straight("e\u0301" * 9, 9)), (Limit("显卡", GIB),), note="n" * 300
     ),
     "point": Chart("t", (Curve("a", ((1, 0),)), Curve("b", ((1, 0),)))),
+    "marks": MARKED,
     "huge": Chart("t", (Curve("a", ((0, 0), (2**40, 2**70))),), (Limit("l", 1), Limit("m", 2**80))),
 }
 
@@ -589,14 +719,20 @@ def test_a_very_narrow_terminal_still_says_it_all() -> None:
 
 names = st.text(max_size=60)
 sizes = st.integers(0, 2**64)
+marks = st.dictionaries(
+    st.integers(0, 2**40),
+    st.lists(sizes, min_size=3, max_size=3).map(sorted) | st.lists(sizes, min_size=1, max_size=1),
+    max_size=4,
+).map(lambda found: tuple(Mark(x, y[len(y) // 2], *(y[0], y[-1])[: len(y) - 1]) for x, y in sorted(found.items())))
 
 
 @given(
     curves=st.lists(
         st.builds(
-            lambda name, points: Curve(name, tuple(sorted(points.items()))),
+            lambda name, points, measured: Curve(name, tuple(sorted(points.items())), measured),
             names,
             st.dictionaries(st.integers(0, 2**40), sizes, min_size=1, max_size=8),
+            marks,
         ),
         min_size=1,
         max_size=8,
@@ -605,13 +741,20 @@ sizes = st.integers(0, 2**64)
     title=names,
     width=st.integers(20, 120),
     unicode=st.booleans(),
+    alone=st.booleans(),
 )
 def test_any_chart_can_be_drawn(
-    curves: list[Curve], limits: list[Limit], title: str, width: int, unicode: bool
+    curves: list[Curve], limits: list[Limit], title: str, width: int, unicode: bool, alone: bool
 ) -> None:
-    chart = Chart(title, tuple(curves), tuple(limits), title, title)
+    below = None
+    if not alone:
+        bare = tuple(curve.replace(points=() if curve.measured else curve.points) for curve in curves)
+        below = Chart(title, bare, quantity="time")
+    chart = Chart(title, tuple(curves), tuple(limits), title, title, below=below)
     root = image(chart)
-    assert len(marked(root, "curve")) == len(curves)
+    lines = [curve for panel in chart.panels for curve in panel.curves if curve.points]
+    assert len(marked(root, "curve")) == len(lines)
+    assert len(marked(root, "measured")) == sum(len(c.measured) for panel in chart.panels for c in panel.curves)
     assert len(marked(root, "limit-label")) == len(limits)
     for element in root.iter():
         for name in ("cx", "cy", "x", "y"):

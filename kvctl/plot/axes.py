@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from kvctl.plot.chart import Chart
 from kvctl.record import Record
 from kvctl.units import BINARY, GIB, KIB, MIB, TIB
 
@@ -72,12 +73,29 @@ def _token_labels(values: Sequence[int]) -> list[str]:
     return [f"{value:,}" for value in values]
 
 
+def value_axis(chart: Chart, most: int) -> Axis:
+    """The axis of a chart's values: memory, with its limits, or time."""
+    if chart.quantity == "memory":
+        return memory_axis(chart.values, [limit.bytes for limit in chart.limits], most)
+    return time_axis(chart.values, most)
+
+
+def time_axis(times: Sequence[int], most: int) -> Axis:
+    """Nanoseconds from 0, with about `most` even ticks, in ms up to ten seconds."""
+    peak = max(times)
+    unit, size = ("µs", 10**3) if 0 < peak < 10**6 else ("ms", 10**6) if peak < 10**10 else ("s", 10**9)
+    return _from_zero((peak or size) * 1.06, unit, size, most)
+
+
 def memory_axis(sizes: Sequence[int], limits: Sequence[int], most: int) -> Axis:
     """Bytes from 0, with about `most` even ticks in the unit that reads best, GiB where possible."""
     peak = max(sizes)
     peak = max([peak, *(limit for limit in limits if not peak or limit <= _FAR * peak)])
     unit, size = _unit(peak)
-    high = (peak or size) * 1.06
+    return _from_zero((peak or size) * 1.06, unit, size, most)
+
+
+def _from_zero(high: float, unit: str, size: int, most: int) -> Axis:
     step = _step(high / size, most)
     decimals = max(0, -math.floor(math.log10(step)))
     count = int(high / size / step + 1e-9)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from kvctl.plot.chart import Chart, fit_words, limit_words
+from kvctl.plot.chart import Chart, Mark, fit_words, limit_words
 from kvctl.plot.picture import page
 from kvctl.plot.svg import svg
-from kvctl.units import format_bytes
 
 _STYLE = """
 :root{color-scheme:light dark;--back:#fff;--text:#1f2328;--muted:#59636e;--rule:#d7dbe0}
@@ -29,9 +28,10 @@ small{display:block;color:var(--muted)}
 def html(chart: Chart) -> str:
     """The page of a checked chart."""
     body = [svg(page(chart), name=chart.title, alone=False).rstrip()]
-    if chart.limits:
-        body.append(_fits(chart))
-    body.append(_sizes(chart))
+    for panel in chart.panels:
+        if panel.limits:
+            body.append(_fits(panel))
+        body.append(_sizes(panel))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -48,16 +48,27 @@ def _fits(chart: Chart) -> str:
 
 
 def _sizes(chart: Chart) -> str:
-    """A line for every context that a curve has a point at, to the byte."""
-    contexts = sorted({context for curve in chart.curves for context, _ in curve.points})
-    columns = [dict(curve.points) for curve in chart.curves]
-    rows = [[f"{context:,}", *(_size(column.get(context)) for column in columns)] for context in contexts]
-    head = [escape(chart.x_label), *(escape(curve.name) for curve in chart.curves)]
+    """A line for every context that a curve has a point or a mark at, to the byte."""
+    columns: list[tuple[str, dict[int, str]]] = []
+    for curve in chart.curves:
+        if curve.points:
+            name = f"{curve.name}, {curve.line}" if curve.line else curve.name
+            columns.append((name, {context: _value(chart, size) for context, size in curve.points}))
+        if curve.measured:
+            cells = {mark.context: _value(chart, mark.value, mark) for mark in curve.measured}
+            columns.append((f"{curve.name}, measured", cells))
+    contexts = sorted({context for _, column in columns for context in column})
+    rows = [[f"{context:,}", *(column.get(context, "") for _, column in columns)] for context in contexts]
+    head = [escape(chart.x_label), *(escape(name) for name, _ in columns)]
     return _table(escape(f"{chart.y_label[:1].upper()}{chart.y_label[1:]} by context"), head, rows)
 
 
-def _size(size: int | None) -> str:
-    return "" if size is None else f"{format_bytes(size)}<small>{size:,} bytes</small>"
+def _value(chart: Chart, value: int, mark: Mark | None = None) -> str:
+    """A value, and under it the bytes, or from where to where it was measured."""
+    under = [f"{value:,} bytes"] if chart.quantity == "memory" else []
+    if mark is not None and mark.low is not None and mark.high is not None:
+        under.append(f"{chart.amount(mark.low)} to {chart.amount(mark.high)}")
+    return chart.amount(value) + (f"<small>{', '.join(under)}</small>" if under else "")
 
 
 def _table(caption: str, head: list[str], rows: list[list[str]]) -> str:

@@ -12,10 +12,11 @@ import textwrap
 import unicodedata
 from collections.abc import Sequence
 
-from kvctl.plot.axes import Axis, context_axis, memory_axis
+from kvctl.plot.axes import Axis, context_axis, value_axis
 from kvctl.plot.chart import (
     Chart,
     Curve,
+    Mark,
     alike,
     bytes_at,
     crossing,
@@ -26,7 +27,7 @@ from kvctl.plot.chart import (
     tokens_words,
 )
 from kvctl.record import Record
-from kvctl.units import format_bytes, plural
+from kvctl.units import plural
 
 Point = tuple[float, float]
 
@@ -36,6 +37,7 @@ _NAME_LENGTH = 36
 _DASH = 7  # of curves that lie on one another
 _FEW = 4  # crossings that get a line down to their context
 _HEAD_SIZE, _TEXT_SIZE = 18, 12
+_BELOW_HEAD_SIZE = 15
 _LINE = 16  # from one line of text to the next
 
 
@@ -107,26 +109,41 @@ def _fitted(text: str, size: float, room: float) -> str:
 
 
 def page(chart: Chart) -> Page:
-    """Lay out a checked chart."""
-    return _Layout(chart).page()
+    """Lay out a checked chart; panels stand under one another with their edges in line."""
+    layouts = [_Layout(panel, size) for panel, size in zip(chart.panels, (_HEAD_SIZE, _BELOW_HEAD_SIZE), strict=False)]
+    left, beside = max(layout.left for layout in layouts), max(layout.beside for layout in layouts)
+    pages = [layout.page(left, beside, chart.contexts) for layout in layouts]
+    if len(pages) == 1:
+        return pages[0]
+    return _under(*pages)
+
+
+def _under(first: Page, second: Page) -> Page:
+    """Two pages of one width as one."""
+
+    def moved(point: Point) -> Point:
+        return point[0], point[1] + first.height
+
+    return Page(
+        first.width,
+        first.height + second.height,
+        first.lines + tuple(line.replace(points=tuple(map(moved, line.points))) for line in second.lines),
+        first.dots + tuple(dot.replace(at=moved(dot.at)) for dot in second.dots),
+        first.labels + tuple(label.replace(at=moved(label.at)) for label in second.labels),
+    )
 
 
 class _Layout:
-    def __init__(self, chart: Chart) -> None:
-        self.chart = chart
-        points = [point for curve in chart.curves for point in curve.points]
-        self.facts = [curve_facts(curve, chart.limits) for curve in chart.curves]
+    def __init__(self, chart: Chart, head_size: int) -> None:
+        self.chart, self.head_size = chart, head_size
+        self.facts = [curve_facts(curve, chart) for curve in chart.curves]
         self.names = [shortened(curve.name, _NAME_LENGTH) for curve in chart.curves]
-        beside = max(text_width(text, _TEXT_SIZE) for text in itertools.chain(self.names, *self.facts))
-        blocks = sum(self._block(index) for index in range(len(chart.curves)))
-        self.y = memory_axis([size for _, size in points], [limit.bytes for limit in chart.limits], 6)
-        # Memory's labels decide the left edge, the curves' names the right one.
+        self.y = value_axis(chart, 6)
+        # The labels of values decide the left edge, the curves' names the right one.
         self.left = 24 + max(text_width(label, _TEXT_SIZE) for _, label in self.y.ticks)
-        self.width = max(_WIDTH, math.ceil(self.left + _PLOT_WIDTH + 44 + beside))
-        self.right = self.width - 44 - beside
-        self.x = context_axis([context for context, _ in points], int((self.right - self.left) / 52))
+        self.beside = max(text_width(text, _TEXT_SIZE) for text in itertools.chain(self.names, *self.facts))
         self.top = 92 if chart.subtitle else 72
-        self.bottom = self.top + max(_PLOT_HEIGHT, blocks)
+        self.bottom = self.top + max(_PLOT_HEIGHT, sum(self._block(index) for index in range(len(chart.curves))))
         self.lines: list[Line] = []
         self.dots: list[Dot] = []
         self.labels: list[Label] = []
@@ -139,7 +156,12 @@ class _Layout:
             if (found := crossing(curve, limit)) is not None
         ]
 
-    def page(self) -> Page:
+    def page(self, left: float, beside: float, contexts: Sequence[int]) -> Page:
+        """The page with the plot's left edge, the room beside it, and the contexts of its axis."""
+        self.left = left
+        self.width = max(_WIDTH, math.ceil(left + _PLOT_WIDTH + 44 + beside))
+        self.right = self.width - 44 - beside
+        self.x = context_axis(contexts, int((self.right - left) / 52))
         height = self._words()
         self._axes()
         self._curves()
@@ -157,8 +179,8 @@ class _Layout:
     def _words(self) -> int:
         """Title, subtitle and source; gives the height of the page."""
         chart = self.chart
-        title = _fitted(chart.title, _HEAD_SIZE, self.width - 48)
-        self.labels.append(Label((24, 34), title, size=_HEAD_SIZE, bold=True, kind="title"))
+        title = _fitted(chart.title, self.head_size, self.width - 48)
+        self.labels.append(Label((24, 34), title, size=self.head_size, bold=True, kind="title"))
         if chart.subtitle:
             subtitle = _fitted(chart.subtitle, 13, self.width - 48)
             self.labels.append(Label((24, 55), subtitle, "muted", 13, kind="subtitle"))
@@ -220,14 +242,38 @@ class _Layout:
                 # The first is whole, the next ones let those below show through.
                 dashes[index] = (_DASH, _DASH * (len(group) - 1), -_DASH * place) if place else None
         for index, curve in enumerate(self.chart.curves):
-            path = tuple(self.at(context, size) for context, size in _samples(curve, self.x))
-            self.lines.append(Line(path, f"curve{index}", 2.5, dashes[index], "curve", curve.name))
-            self.taken += [(x, y, x, y) for x, y in path]
+            if curve.points:
+                path = tuple(self.at(context, size) for context, size in _samples(curve, self.x))
+                # Under rings a line is thinner: it is not what was measured.
+                width = 1.5 if curve.measured else 2.5
+                self.lines.append(Line(path, f"curve{index}", width, dashes[index], "curve", curve.name))
+                self.taken += [(x, y, x, y) for x, y in path]
+            if curve.measured:
+                for mark in curve.measured:
+                    self._mark(curve, mark, f"curve{index}")
+                continue
             # Every point can be asked for its value; the marks stay few.
             radius = 5 if len(curve.points) == 1 else 2.5 if len(curve.points) <= 24 else 0
             for context, size in curve.points:
-                title = f"{curve.name}: {format_bytes(size)} ({size:,} bytes) at {plural(context, 'token')}"
+                title = f"{curve.name}: {self._exactly(size)} at {plural(context, 'token')}"
                 self.dots.append(Dot(self.at(context, size), radius, f"curve{index}", "point", title))
+
+    def _exactly(self, value: int) -> str:
+        words = self.chart.amount(value)
+        return f"{words} ({value:,} bytes)" if self.chart.quantity == "memory" else words
+
+    def _mark(self, curve: Curve, mark: Mark, ink: str) -> None:
+        """A ring, and a bar from the low to the high end."""
+        x, y = self.at(mark.context, mark.value)
+        title = f"{curve.name}: measured {self._exactly(mark.value)} at {plural(mark.context, 'token')}"
+        if mark.low is not None and mark.high is not None:
+            (_, low), (_, high) = self.at(mark.context, mark.low), self.at(mark.context, mark.high)
+            self.lines.append(Line(((x, low), (x, high)), ink, 1.5, kind="bar"))
+            self.lines += [Line(((x - 4, end), (x + 4, end)), ink, 1.5, kind="bar-end") for end in (low, high)]
+            title += f", from {self.chart.amount(mark.low)} to {self.chart.amount(mark.high)}"
+        self.dots.append(Dot((x, y), 5, ink, "measured"))
+        self.dots.append(Dot((x, y), 2.5, "background", "hole", title))
+        self.taken.append((x - 5, y - 5, x + 5, y + 5))
 
     def _crossings(self) -> None:
         """Marks where curves leave limits; numbers at them only where there is room: the names' lines have them all."""
@@ -250,7 +296,7 @@ class _Layout:
 
     def _names(self) -> None:
         """Names beside the ends of their curves, moved apart where they would touch."""
-        ends = [self.at(*curve.points[-1]) for curve in self.chart.curves]
+        ends = [self.at(*curve.ends[1]) for curve in self.chart.curves]
         order = sorted(range(len(ends)), key=lambda index: (ends[index][1], index))
         tops: list[float] = []
         for index in order:

@@ -5,10 +5,21 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
+from collections.abc import Sequence
 
-from kvctl.plot.axes import context_axis, memory_axis
-from kvctl.plot.chart import Chart, Curve, alike, bytes_at, crossing, curve_facts, fit_words, limit_words, shortened
-from kvctl.units import format_bytes
+from kvctl.plot.axes import context_axis, value_axis
+from kvctl.plot.chart import (
+    Chart,
+    Curve,
+    alike,
+    bytes_at,
+    crossing,
+    curve_facts,
+    fit_words,
+    largest,
+    limit_words,
+    shortened,
+)
 
 _COLOURS = ("36", "33", "35", "32", "94", "31", "96", "95")  # cyan, yellow, magenta, …: the terminal's own
 _DIM, _BOLD = "2", "1"
@@ -17,6 +28,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a Braille cell by row and column (Unicode 1.1, U+2800)."""
 
 _FEWEST_COLUMNS, _FEWEST_ROWS, _READABLE_ROWS, _MOST_ROWS = 8, 6, 12, 24
+_LEAST_PANEL = 18
 
 _NARROWEST = 20
 _FILLER = "\ue000"
@@ -30,14 +42,22 @@ Cell = tuple[str, str]
 def drawn(chart: Chart, width: int, height: int, *, colour: bool, unicode: bool) -> str:
     """A checked chart in at most `width` columns, and in `height` lines where its legend leaves room."""
     plain = _Text(max(width, _NARROWEST), colour, unicode)
+    # Two panels share the screen, unless that would squeeze them flat: then they scroll.
+    each = height if chart.below is None else max(_LEAST_PANEL, height // 2)
+    panels = [_panel(panel, chart.contexts, each, plain) for panel in chart.panels]
+    return ("\n\n".join("\n".join(lines) for lines in panels) + "\n").replace(_FILLER, "")
+
+
+def _panel(chart: Chart, contexts: Sequence[int], height: int, plain: _Text) -> list[str]:
+    """One panel, over the contexts of all."""
     head = [*plain.wrapped(chart.title, _BOLD), *plain.wrapped(chart.subtitle, _DIM)]
     foot = [*_legend(chart, plain), *plain.wrapped(chart.note, _DIM)]
     # A long legend scrolls the head away rather than squeeze the picture flat.
     least = min(_READABLE_ROWS, max(_FEWEST_ROWS, height - 6))
     rows = max(least, min(_MOST_ROWS, height - len(head) - len(foot) - 5))
-    plot = _Plot(chart, rows, plain)
+    plot = _Plot(chart, contexts, rows, plain)
     middle = [plain.line(cells) for cells in plot.lines()] if plot.columns >= _FEWEST_COLUMNS else []
-    return ("\n".join([*head, *middle, *foot]) + "\n").replace(_FILLER, "")
+    return [*head, *middle, *foot]
 
 
 class _Text:
@@ -53,6 +73,7 @@ class _Text:
             wide = "".join(char + _FILLER * (unicodedata.east_asian_width(char) in "WF") for char in text)
             return "".join(char for char in wide if not unicodedata.combining(char))
         text = text.replace("×", "x").replace("−", "-").replace("…", "...").replace("↑", "^")
+        text = text.replace("○", "o").replace("µ", "u")
         return text.encode("ascii", "replace").decode()
 
     def wrapped(self, text: str, style: str, first: str = "", later: str = "") -> list[str]:
@@ -95,7 +116,7 @@ def _legend(chart: Chart, plain: _Text) -> list[str]:
     lines = []
     many = len(chart.curves) > 1
     for index, curve in enumerate(chart.curves):
-        facts = [*curve_facts(curve, chart.limits), *_below(chart, index)]
+        facts = [*curve_facts(curve, chart), *_below(chart, index)]
         text = f"{shortened(curve.name, max(12, plain.width - 4))}: {'; '.join(facts)}"
         first, *rest = plain.wrapped(text, "", f"{_LETTERS[index]} " if many else "", "  " if many else "")
         lines += [_lettered(first, index, plain) if many else first, *rest]
@@ -109,10 +130,10 @@ def _table(chart: Chart, plain: _Text) -> list[str]:
     """A line for every curve, with a column for every limit."""
     rows = [["", "largest", *(limit_words(limit) for limit in chart.limits)]]
     for index, curve in enumerate(chart.curves):
-        context, size = curve.points[-1]
+        context, size = largest(curve)
         fits = [fit_words(curve, limit).removeprefix("fits ").removesuffix(" tokens") for limit in chart.limits]
         name = f"{_LETTERS[index]} {shortened(curve.name, 36)}"
-        rows.append([name, f"{format_bytes(size)} at {context:,}", *fits, *_below(chart, index)])
+        rows.append([name, f"{chart.amount(size)} at {context:,}", *fits, *curve.facts, *_below(chart, index)])
     rows = [[plain.plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -131,25 +152,25 @@ def _lettered(line: str, index: int, plain: _Text) -> str:
 class _Plot:
     """The picture itself, as rows of cells."""
 
-    def __init__(self, chart: Chart, rows: int, text: _Text) -> None:
+    def __init__(self, chart: Chart, contexts: Sequence[int], rows: int, text: _Text) -> None:
         self.chart, self.rows, self.text, self.width = chart, rows, text, text.width
         self.unicode = text.unicode
-        points = [point for curve in chart.curves for point in curve.points]
-        sizes = [size for _, size in points]
-        self.y = memory_axis(sizes, [limit.bytes for limit in chart.limits], max(2, rows // 3))
+        self.y = value_axis(chart, max(2, rows // 3))
         self.margin = max(len(label) for _, label in self.y.ticks) + 2
         # To the right of the curves stand their letters: at most all of them in one row.
         self.columns = self.width - self.margin - 1 - (len(chart.curves) if len(chart.curves) > 1 else 1)
-        self.x = context_axis([context for context, _ in points], max(1, self.columns // 7))
+        self.x = context_axis(contexts, max(1, self.columns // 7))
         self.cells: dict[tuple[int, int], Cell] = {}
 
     def lines(self) -> list[list[Cell]]:
         label = self.text.plain(f"{self.chart.y_label} ({self.y.unit})")
         self._limits()
         for index, curve in enumerate(self.chart.curves):
-            self._curve(index, curve)
+            if curve.points:
+                self._curve(index, curve)
         self._crossings()
         self._letters()
+        self._measured()
         tick, bar = ("┤", "│") if self.unicode else ("+", "|")
         labels = {self._row(value): text for value, text in self.y.ticks}
         lines: list[list[Cell]] = [_cells(label[: self.width], _DIM)]
@@ -217,6 +238,17 @@ class _Plot:
                     cell = (self._row(limit.bytes), self._column(found.tokens))
                     self.cells[cell] = ("●" if self.unicode else "X", _COLOURS[index])
 
+    def _measured(self) -> None:
+        """Rings at measured values; bars where they are longer than a line of text is high."""
+        ring, bar = ("○", "│") if self.unicode else ("o", "|")
+        for index, curve in enumerate(self.chart.curves):
+            for mark in curve.measured:
+                column = self._column(mark.context)
+                if mark.low is not None and mark.high is not None:
+                    for row in range(self._row(mark.high), self._row(mark.low) + 1):
+                        self.cells[row, column] = (bar, _COLOURS[index])
+                self.cells[self._row(mark.value), column] = (ring, _COLOURS[index])
+
     def _letters(self) -> None:
         """Each curve's letter where it ends, and once on its way, for those who see no colours."""
         count = len(self.chart.curves)
@@ -224,7 +256,7 @@ class _Plot:
             return
         taken = set()
         for index, curve in enumerate(self.chart.curves):
-            (low, _), (high, size) = curve.points[0], curve.points[-1]
+            (low, _), (high, size) = curve.ends
             letter = (_LETTERS[index], f"{_BOLD};{_COLOURS[index]}")
             row, column = self._row(size), self._column(high) + 1
             while (row, column) in taken:
@@ -233,7 +265,7 @@ class _Plot:
             self.cells[row, column] = letter
             first, last = self._column(low), self._column(high)
             middle = first + (last - first) * (index + 1) // (count + 1)
-            if first + 2 < middle < last - 1:
+            if curve.points and first + 2 < middle < last - 1:
                 on_the_way = min(max(self.x.value((middle + 0.5) / self.columns), low), high)
                 self.cells[self._row(bytes_at(curve, on_the_way)), middle] = letter
 
