@@ -4,15 +4,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Collection, Sequence
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 
 from kvctl import __version__
-from kvctl.commands.size import size
 from kvctl.engines.flags import FLAGS, Flag, given
 from kvctl.errors import ExitCode, KvctlError
+from kvctl.record import Record
 
 # A line on the screen, not a page of somebody's input.
 _LONGEST = 1000
@@ -20,7 +21,7 @@ _HELP_WIDTH = 78
 
 app = typer.Typer(
     name="kvctl",
-    help="Size the KV cache of large language models.",
+    help="Size and measure the KV cache of large language models.",
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,26 +43,44 @@ def root(
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Size the KV cache of large language models."""
+    """Size and measure the KV cache of large language models."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
 
-app.command()(size)
+class Place(Record):
+    """Where the engines' own flags stand in a command's options."""
+
+    after: str
+    """The option that they follow."""
+    engines: tuple[str, ...] = ()
+    """Whose; empty for all."""
 
 
-def command(argv: Sequence[str] | None = None) -> Any:
-    """The command tree; with `argv`, only those of the engines' many flags that it names (for a fast start).
+COMMANDS = {"size": Place("engine_args"), "profile": Place("quiet", ("llama.cpp", "vllm"))}
+"""Each is a module in kvctl.commands with a function of its name."""
+
+
+def command(argv: Sequence[str] | None = None, *, whole: bool = True) -> Any:
+    """The command tree; with `argv` only the command that it names, and unless `whole` only those of the engines' many
+    flags that it has (for a fast start).
 
     Typer's own completion installers are left out: completions/ has better scripts.
     """
+    app.registered_commands = []
+    names = [name for name in COMMANDS if argv is not None and argv[:1] == [name]] or list(COMMANDS)
+    for name in names:
+        app.command()(getattr(import_module(f"kvctl.commands.{name}"), name))
     tree: Any = typer.main.get_command(app)
     tree.params = [param for param in tree.params if param.name not in ("install_completion", "show_completion")]
-    sized = tree.commands["size"]
-    place = 1 + next(index for index, param in enumerate(sized.params) if param.name == "engine_args")
-    words = None if argv is None else {word.partition("=")[0] for word in argv}
-    rows = [flag for flag in FLAGS if flag.spellings and (words is None or words & {*flag.spellings, *flag.off})]
-    sized.params[place:place] = [_engine_option(flag, words or ()) for flag in rows]
+    said = {word.partition("=")[0] for word in argv or ()}
+    rows = [flag for flag in FLAGS if flag.spellings and (whole or said & {*flag.spellings, *flag.off})]
+    for name in names:
+        place, options = COMMANDS[name], tree.commands[name].params
+        taken = {spelling for option in options for spelling in (*option.opts, *option.secondary_opts)}
+        fitting = [flag for row in rows if (flag := row.narrowed(place.engines or row.engines, taken)).spellings]
+        index = 1 + next(number for number, param in enumerate(options) if param.name == place.after)
+        options[index:index] = [_engine_option(flag, said) for flag in fitting]
     return tree
 
 
@@ -124,7 +143,7 @@ def run() -> int:
     argv = sys.argv[1:]
     whole = "_KVCTL_COMPLETE" in os.environ or "--help" in argv or "-h" in argv
     try:
-        code = _run(None if whole else argv)
+        code = _run(argv, whole=whole)
         sys.stdout.flush()
         if code == ExitCode.INTERRUPTED:  # Typer's word for Ctrl-C
             raise KeyboardInterrupt
@@ -146,14 +165,14 @@ def run() -> int:
         return _usage_or_fault(err)
 
 
-def _run(argv: Sequence[str] | None) -> Any:
+def _run(argv: Sequence[str], *, whole: bool) -> Any:
     try:
-        return command(argv)(standalone_mode=False)
+        return command(argv, whole=whole)(standalone_mode=False)
     except Exception as error:
         # The full tree knows what a misspelt option may have been.
-        if type(error).__name__ != "NoSuchOption" or argv is None:
+        if type(error).__name__ != "NoSuchOption" or whole:
             raise
-        return command()(standalone_mode=False)
+        return command(argv)(standalone_mode=False)
 
 
 def _reader_gone() -> int:

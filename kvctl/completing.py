@@ -76,3 +76,33 @@ def complete_models(incomplete: str) -> list[str]:
     if "/" not in incomplete:
         names += catalogue.short_names()
     return [name for name in names if name.lower().startswith(incomplete.lower())]
+
+
+def complete_profile_engines(incomplete: str) -> list[str]:
+    """Engines that profile runs."""
+    return [name for name in ("transformers", "llama.cpp", "vllm") if name.startswith(incomplete.lower())]
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Devices of torch."""
+    return [name for name in ("auto", "cpu", "cuda:0", "mps") if name.startswith(incomplete.lower())]
+
+
+def complete_device_maps(incomplete: str) -> list[str]:
+    """What --device-map takes."""
+    return [name for name in ("auto",) if name.startswith(incomplete.lower())]
+
+
+def complete_attentions(incomplete: str) -> list[str]:
+    """Implementations of attention."""
+    return [name for name in ("sdpa", "eager", "flash_attention_2") if name.startswith(incomplete.lower())]
+
+
+def complete_weights(incomplete: str) -> list[str]:
+    """What --weights takes."""
+    return [name for name in ("auto", "random") if name.startswith(incomplete.lower())]
+
+
+def complete_until(incomplete: str) -> list[str]:
+    """What --until-oom takes."""
+    return [name for name in ("ctx", "batch") if name.startswith(incomplete.lower())]

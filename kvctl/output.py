@@ -56,12 +56,12 @@ def emit_size(report: SizeReport, form: str, *, quiet: bool = False) -> None:
             say(kind, (f"{name}: {line}" if several else line for name, line in lines))
         say("no answer from", report.refused)
     if form == "json":
-        _json(report.to_dict())
+        print_json(report.to_dict())
     elif form == "csv":
-        _csv(_aside_rows(report) or _size_rows(report))
+        print_csv(_aside_rows(report) or _size_rows(report))
     elif form == "md":
         rows = _aside_rows(report)
-        _markdown_rows(rows) if rows else _markdown(report)
+        print_markdown(rows) if rows else _markdown(report)
     else:
         from kvctl.screen import print_size
 
@@ -72,9 +72,9 @@ def emit_listing(rows: Sequence[dict[str, Any]], form: str) -> None:
     """Print catalogue rows: id, model_type, parameters, max_context."""
     forgive_encoding()
     if form == "json":
-        _json({"schema": "kvctl.models/1", "kvctl_version": __version__, "models": list(rows)})
+        print_json({"schema": "kvctl.models/1", "kvctl_version": __version__, "models": list(rows)})
     elif form == "csv":
-        _csv(rows)
+        print_csv(rows)
     elif form == "md":
         print("| model | type | parameters | context |\n|---|---|---:|---:|")
         for row in rows:
@@ -128,9 +128,9 @@ def emit_gpus(rows: Sequence[dict[str, Any]], form: str) -> None:
     """Print rows of the GPU table: name, memory_mib, bandwidth_gbs, fp16_tflops, compute_capability, nvml_names."""
     forgive_encoding()
     if form == "json":
-        _json({"schema": "kvctl.gpus/1", "kvctl_version": __version__, "gpus": list(rows)})
+        print_json({"schema": "kvctl.gpus/1", "kvctl_version": __version__, "gpus": list(rows)})
     elif form == "csv":
-        _csv(
+        print_csv(
             [row | {"nvml_names": " | ".join(row["nvml_names"]), "aliases": " | ".join(row["aliases"])} for row in rows]
         )
     elif form == "md":
@@ -184,13 +184,15 @@ def forgive_encoding() -> None:
 # -- JSON and CSV ---------------------------------------------------------------------------
 
 
-def _json(document: dict[str, Any]) -> None:
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document on stdout."""
     import json
 
     print(json.dumps(document, indent=2, ensure_ascii=not unicode_output(), allow_nan=False))
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> None:
+def print_csv(rows: Sequence[dict[str, Any]]) -> None:
+    """Flat rows on stdout, with a header."""
     import csv
 
     if not rows:
@@ -276,13 +278,14 @@ def _aside_rows(report: SizeReport) -> list[dict[str, Any]]:
 # -- Markdown --------------------------------------------------------------------------------
 
 
-def _markdown_rows(rows: Sequence[dict[str, Any]]) -> None:
+def print_markdown(rows: Sequence[dict[str, Any]]) -> None:
     """Plain rows, the first one's keys as the header; long ones stand upright."""
     if len(rows[0]) > 10:
-        print("| | " + " | ".join(str(row["policy"]) for row in rows) + " |")
+        upright = "policy" if "policy" in rows[0] else None
+        print("| | " + " | ".join(str(row[upright]) if upright else "" for row in rows) + " |")
         print("|---|" + "---:|" * len(rows))
         for name in rows[0]:
-            if name != "policy":
+            if name != upright:
                 print(f"| {name} | " + " | ".join(one_line(str(row[name])) for row in rows) + " |")
         return
     print("| " + " | ".join(rows[0]) + " |")

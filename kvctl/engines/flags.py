@@ -6,7 +6,7 @@ command line, `--engine-args`, the man page and the completions all follow from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvctl.allocation import MOST_SLOTS, Serving
@@ -50,6 +50,15 @@ class Flag(Record):
         """Every spelling as an option, long ones first; settings of the environment have none."""
         every = dict.fromkeys(name for names in self.names.values() for name in names if name.startswith("-"))
         return tuple(sorted(every, key=lambda name: not name.startswith("--")))
+
+    def narrowed(self, engines: Collection[str], taken: Collection[str]) -> Flag:
+        """The same for some engines alone, without spellings that something else has."""
+        names = {
+            engine: tuple(name for name in own if name not in taken)
+            for engine, own in self.names.items()
+            if not engine or engine in engines
+        }
+        return self.replace(names=names if any(names) else {})
 
     @property
     def key(self) -> str:

@@ -1,0 +1,162 @@
+"""Profiles onto the screen: the report to stdout, progress, notes and warnings to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvctl import output
+from kvctl.units import format_bytes, format_seconds
+from kvctl.words import one_line
+
+if TYPE_CHECKING:
+    from kvctl.measure.report import Point, ProfileReport, Try
+    from kvctl.measure.run import Now, Progress
+    from kvctl.measure.saved import Saved
+
+_REFRESH_S = 0.25
+
+
+@contextlib.contextmanager
+def live(*, quiet: bool) -> Iterator[Progress]:
+    """Progress on stderr: a line for each complete point, and on a terminal one under it that says what goes on."""
+    from kvctl.measure.run import Now, Progress
+
+    now = Now()
+    terminal = sys.stderr.isatty()
+
+    def tell(text: str) -> None:
+        if not quiet:
+            with contextlib.suppress(OSError):
+                print(("\r\033[K" if terminal else "") + one_line(text), file=sys.stderr, flush=True)
+
+    def done(point: Point) -> None:
+        tell(_point_words(point))
+
+    def tried(one: Try) -> None:
+        tell(f"{one.size:,}: {one.ended}")
+
+    if quiet or not terminal:
+        yield Progress(now, done, tried)
+        return
+    stop = threading.Event()
+
+    def show() -> None:
+        while not stop.wait(_REFRESH_S):
+            with contextlib.suppress(OSError):
+                print(f"\r\033[K{_now_words(now)}", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield Progress(now, done, tried)
+    finally:
+        stop.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _now_words(now: Now) -> str:
+    import shutil
+
+    text = now.doing + (f", token {now.step:,} of {now.steps:,}" if now.steps else "")
+    return one_line(text)[: max(20, shutil.get_terminal_size().columns - 1)]
+
+
+def _point_words(point: Point) -> str:
+    """One complete point: "512 tokens × 1: TTFT 345 ms, TPOT 40.9 ms, cache 25.3 MiB as predicted"."""
+    words = []
+    if point.ttft is not None:
+        words.append(f"TTFT {format_seconds(point.ttft.median)}")
+    if point.tpot is not None:
+        words.append(f"TPOT {format_seconds(point.tpot.median)}")
+    if point.cache:
+        words.append(f"cache {format_bytes(point.cache[-1].logical_bytes)} "
+                     + ("as predicted" if point.agrees else "NOT as predicted"))  # fmt: skip
+    if point.error is not None:
+        words.append(point.error)
+    return one_line(f"{point.context:,} tokens × {point.batch}: " + ", ".join(words))
+
+
+def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, quiet: bool) -> None:
+    """Print a profile in the form asked for, beside earlier ones."""
+    output.forgive_encoding()
+    if not quiet:
+        output.say("note", (*(report.model.notes if report.model is not None else ()), *report.notes))
+        output.say("warning", report.warnings)
+    comparison = None
+    if earlier:
+        from kvctl.measure.compare import compare
+        from kvctl.measure.saved import Saved
+
+        comparison = compare([Saved("this run", report), *earlier])
+    if form == "json":
+        document = report.to_dict()
+        output.print_json(document | ({"comparison": comparison.to_dict()} if comparison is not None else {}))
+    elif form == "csv":
+        output.print_csv([_row(report, point) for point in report.points])
+    elif form == "md":
+        rows = [_row(report, point) for point in report.points]
+        if rows:
+            output.print_markdown(rows)
+    else:
+        from kvctl.screen_lines import Screen
+        from kvctl.screen_profile import print_profile
+
+        print_profile(Screen(), report, comparison)
+
+
+def emit_plot(report: ProfileReport, path: str) -> None:
+    """Draw a profile."""
+    from kvctl.plot.profile import chart_of
+
+    output.emit_chart(chart_of(report), path)
+
+
+def emit_machine(report: ProfileReport, form: str, *, quiet: bool) -> None:
+    """The machine alone, where models cannot be run; a note says what is missing."""
+    output.forgive_encoding()
+    machine = report.machine
+    if form == "json":
+        output.print_json(report.to_dict())
+    elif form in ("csv", "md"):
+        rows = [{"device": rates.device, "bandwidth_bytes_per_second": rates.bandwidth} for rates in machine.rates]
+        (output.print_csv if form == "csv" else output.print_markdown)(rows)
+    else:
+        from kvctl.screen_lines import Screen
+        from kvctl.screen_profile import print_machine
+
+        print_machine(Screen(), machine)
+    if not quiet:
+        output.say("note", report.notes)
+
+
+def _row(report: ProfileReport, point: Point) -> dict[str, Any]:
+    """A point as flat columns."""
+    last = point.cache[-1] if point.cache else None
+    return {
+        "model": report.model.id if report.model is not None else "",
+        "engine": report.engine,
+        "dtype": report.dtype,
+        "context": point.context,
+        "batch": point.batch,
+        "decode": point.decode,
+        "ttft_s": point.ttft.median if point.ttft else None,
+        "ttft_noise": point.ttft.noise if point.ttft else None,
+        "tpot_s": point.tpot.median if point.tpot else None,
+        "tpot_p95_s": point.tpot.p95 if point.tpot else None,
+        "tpot_noise": point.tpot.noise if point.tpot else None,
+        "prefill_tokens_per_second": point.prefill_rate,
+        "decode_tokens_per_second": point.decode_rate,
+        "kv_bytes": last.logical_bytes if last else None,
+        "kv_storage_bytes": last.storage_bytes if last else None,
+        "kv_predicted_bytes": last.predicted_bytes if last else None,
+        "agrees": point.agrees,
+        "peak_bytes": point.memory.peak_bytes if point.memory else None,
+        "steady_bytes": point.memory.steady_bytes if point.memory else None,
+        "error": point.error,
+    }
