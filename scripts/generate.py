@@ -14,11 +14,14 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from schemas import KINDS, SCHEMAS, SIZE_RESULT
+from schemas_profile import POINT, PROFILE
 
 from kvctl import __version__
 from kvctl.cli import command as command_tree
@@ -39,7 +42,19 @@ EXIT_MEANING = {
     ExitCode.INTERRUPTED: "Interrupted from the keyboard.",
 }
 
+EXIT_MEANING_OF = {
+    "kvctl profile": {
+        ExitCode.OK: "Done; with --check: every prediction is right to the byte.",
+        ExitCode.FAILED: "Failed: a model could not be found, loaded or run, a point could not be measured to its end (out of "
+        "memory), or with --check a prediction is not right to the byte.",
+        ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
+        ExitCode.INTERRUPTED: "Interrupted from the keyboard; what was complete is printed, and saved with --save.",
+    },
+}
+
 ENVIRONMENT = {
+    "KVCTL_LLAMA_CPP": "llama-server, or its folder, for --engine llama.cpp of kvctl profile.",
+    "KVCTL_VLLM_PYTHON": "The Python that has vLLM, or its environment's folder, for --engine vllm of kvctl profile.",
     "KVCTL_DEBUG": "1 shows the traceback of an error instead of one line.",
     "KVCTL_HUB_TIMEOUT": "Seconds to wait for the Hub before giving up; default: the Hub client's.",
     "NO_COLOR": "Set to anything: no colours.",
@@ -50,6 +65,9 @@ ENVIRONMENT = {
     "HF_TOKEN": "Access token for gated and private models. Sent to the Hub, never printed.",
     "HF_HUB_OFFLINE": "1: never ask the Hub; the cache and the catalogue answer.",
 }
+
+ENVIRONMENT_OF = {"kvctl profile": ("KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON")}
+"""Variables of one command alone."""
 
 FILES = {
     "~/.cache/huggingface/hub": "The Hub's cache on this machine, read before anything is fetched.",
@@ -69,390 +87,54 @@ ABOUT = {
         "In token counts k stands for 1,024 and m for 1,048,576. Sizes are printed in binary units "
         "(1 GiB is 1,073,741,824 bytes), and as exact bytes wherever they are to be used further.",
     ),
+    "kvctl profile": (
+        "MODEL runs on this machine in transformers and torch, which come with the extra: pip install 'kvctl[measure]'. "
+        "Each context with each batch is a point. It runs once to warm up, when memory is watched and every tensor of the "
+        "cache is walked; once more to count its operations; and then --repeat times on the clock, which is read when the "
+        "device has finished. Beside what the cache really holds stands what kvctl size predicts; the two are the same to "
+        "the byte, or the row is red.",
+        "Without MODEL, this machine is looked at first: processor, memory, GPUs and who holds them, and how fast memory and "
+        "arithmetic are when measured. A model of 135M parameters with random weights runs then; nothing is downloaded. "
+        "Without the extra, only the machine is shown.",
+        "With --weights random a model is built from its configuration alone. With --layers, only so many layers of each "
+        "distinct kind are: bytes of the whole model follow from them exactly, its times are estimates.",
+        "With --engine llama.cpp or vllm, that engine is started instead, timed from outside, and ended. What it logs of its "
+        "cache stands beside kvctl's plan for the same command line.",
+        "Progress, notes and warnings go to standard error. After Ctrl-C what is complete is printed and saved.",
+    ),
 }
 
-KINDS = {
-    "full_attention": "Keys and values of every token.",
-    "sliding_window": "Keys and values of the newest tokens only, at most a window.",
-    "chunked_attention": "Keys and values of the current chunk of tokens.",
-    "latent_attention": "One compressed latent and one rotary key a token, for all heads.",
-    "indexer": "Keys by which a sparse attention chooses the tokens to read.",
-    "compressed_attention": "One entry, key and value at once, for a number of tokens.",
-    "compressor_state": "The tokens that wait to become the next compressed entry.",
-    "recurrent_state": "A state of fixed size instead of a cache (linear attention, Mamba, RWKV).",
-    "conv_state": "The last inputs of a causal convolution; fixed size.",
-    "cross_attention": "Keys and values of the encoder's, image's or audio's positions.",
-    "bookkeeping": "Numbers that an engine stores with every position.",
-    "shared": "Nothing of its own: the layer reads another layer's cache.",
-    "none": "Nothing: the layer needs no cache.",
+COLUMNS = {
+    "context": "Tokens of each sequence: of the prompt in the table of times, all that the cache holds in that of memory.",
+    "batch": "Sequences at a time.",
+    "TTFT": "Time to the first token: the prefill of the whole batch. The median of the repeats.",
+    "TPOT": "Time per output token: one decode step of the whole batch. The median of all steps.",
+    "±": "Half of the 95% confidence interval of the value before it, over its median: two runs on an idle machine "
+    "agree within that. A question mark: too few values to tell; --repeat 3 is enough.",
+    "p95": "What 95 of 100 steps do not exceed.",
+    "prefill, decode": "Tokens a second, over the whole batch.",
+    "KV cache, bytes": "What the cache's tensors hold, each byte once however many of them show it.",
+    "predicted": "What kvctl size --engine transformers says of the same; same, where it is right to the byte.",
+    "ratio": "Bytes held over bytes predicted.",
+    "storage": "What the allocations behind the tensors take. It may be more than the cache: a sliding window is a view of "
+    "a larger tensor until the next step.",
+    "peak": "The most that the process took while the point ran, with weights and libraries: resident memory on a CPU, "
+    "what torch allocated on a GPU.",
 }
 
-# -- JSON Schemas ----------------------------------------------------------------------------
-
-
-def obj(description: str, properties: dict[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
-    """An object whose keys are required unless `optional`; more may come in later versions."""
-    required = [key for key in properties if key not in set(optional)]
-    return {"type": "object", "description": description, "properties": properties, "required": required}
-
-
-def of(kind: str | list[str], description: str, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "description": description, **more}
-
-
-def whole(description: str) -> dict[str, Any]:
-    return of("integer", description, minimum=0)
-
-
-def maybe(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same, or null where it is not known."""
-    return {**schema, "type": [schema["type"], "null"]}
-
-
-KIND = of("string", "Kind of state.", enum=list(KINDS))
-LAYERS_COUNT = whole("Layers that hold such a state.")
-TOKENS = whole("Positions held for one sequence; 0 for states of a fixed size.")
-
-MODEL = obj(
-    "Which model, and where its configuration comes from.",
-    {
-        "id": of("string", "Full name, path, or the shape in words."),
-        "model_type": of("string", "Architecture, in the words of its configuration."),
-        "source": of("string", "What answered: catalogue, cache, hub, a path, stdin or a bare shape."),
-        "location": of("string", "Where exactly: file, repository or provenance of the catalogue's row."),
-        "revision": of(["string", "null"], "Commit of the repository, where known."),
-        "overrides": of("object", "Fields of the configuration that --set replaced."),
-        "notes": of("array", "What a reader should know about this model.", items={"type": "string"}),
-        "max_context": maybe(whole("The model's own maximum, in tokens.")),
-    },
-    optional=("location", "max_context"),
-)
-
-ALLOCATION = obj(
-    "What an engine that plans ahead reserves for requests of this context; bytes are those of one rank.",
-    {
-        "device": of("string", "gpu or cpu."),
-        "tensor_parallel_size": whole("Ranks that share every layer."),
-        "block_size": whole("Tokens in a block, as the engine's configuration has it."),
-        "bytes_per_block": whole("Bytes that one block of the pool takes on a rank."),
-        "blocks_per_request": whole("Blocks that one request of this context holds, over all groups."),
-        "reserved_bytes": whole("Bytes on a rank that the asked number of such requests holds."),
-        "kv_budget_bytes": maybe(whole("Memory for the cache on a rank; null where none was named.")),
-        "num_blocks": maybe(whole("Blocks that the budget holds; null without one.")),
-        "capacity_tokens": maybe(whole("Tokens of full-length requests that the budget holds; null without one.")),
-        "reported_capacity": maybe(
-            whole("The token count that this version's start-up log prints; null without a budget.")
-        ),
-        "max_concurrency": of(["number", "null"], "Full-length requests that fit at once; null without a budget."),
-        "per_rank": of(
-            "array",
-            "One for each rank.",
-            items=obj(
-                "One rank.",
-                {
-                    "rank": whole("Number of the rank, from 0."),
-                    "bytes_per_block": whole("Bytes of one block on it."),
-                    "reserved_bytes": whole("Bytes on it for the asked requests."),
-                },
-            ),
-        ),
-        "groups": of(
-            "array",
-            "Layers that share a block table.",
-            items=obj(
-                "One group.",
-                {
-                    "kind": KIND,
-                    "layers": LAYERS_COUNT,
-                    "block_size": whole("Tokens in a block of this group."),
-                    "page_bytes": whole("Bytes that the group's layers use of a block."),
-                    "blocks_per_request": whole("Blocks that one request of this context holds here."),
-                },
-            ),
-        ),
-        "log": of("array", "What the start-up log will print of it.", items={"type": "string"}),
-        "reasons": of("array", "Why this differs from what the architecture needs.", items={"type": "string"}),
-    },
-)
-
-FIT = obj(
-    "Whether it fits on the hardware of --gpu; bytes are those of the rank that decides.",
-    {
-        "fits": of("boolean", "Whether weights, cache and all that the engine takes fit."),
-        "device_bytes": whole(
-            "Memory of the device that applications see: weights, cache, overhead and headroom together."
-        ),
-        "weights_bytes": whole("Weights on this rank."),
-        "kv_bytes": whole("The cache of this workload on this rank."),
-        "overhead_bytes": whole("Everything else, all of parts."),
-        "headroom_bytes": of("integer", "What is left of the memory for the cache; less than 0 where it does not fit."),
-        "kv_budget_bytes": whole("Memory for the cache on this rank."),
-        "capacity_tokens": maybe(
-            whole("Tokens of full-length requests that it holds; null where an engine has no pool.")
-        ),
-        "max_context": maybe(
-            whole(
-                "Most tokens in each of so many requests; 0 where none fit, null where the length makes no difference."
-            )
-        ),
-        "max_concurrency": whole("Most requests of this context at once."),
-        "bottleneck_rank": whole("The rank that decides, from 0."),
-        "estimated": of("array", "What of this is estimated, with the rule.", items={"type": "string"}),
-        "close": of("boolean", "Whether estimates that are off by a sixth turn the answer around."),
-        "why": of(["string", "null"], "What stands in the way; null where it fits."),
-        "advice": of("array", "Options with which it would fit, each of them tried.", items={"type": "string"}),
-        "parts": of(
-            "array",
-            "What the rank holds beside weights and cache.",
-            items=obj(
-                "One part.",
-                {
-                    "name": of("string", "activations, graphs, runtime, left free, in use, …"),
-                    "bytes": whole("Its bytes."),
-                    "estimated": of("boolean", "Whether a rule of thumb gives it."),
-                    "rule": of("string", "How it comes about."),
-                },
-            ),
-        ),
-        "ranks": of(
-            "array",
-            "Every rank.",
-            items=obj(
-                "One rank.",
-                {
-                    "rank": whole("Number, from 0."),
-                    "device": of("string", "The device's name."),
-                    "device_bytes": whole("Its memory that applications see."),
-                    "weights_bytes": whole("Weights on it."),
-                    "kv_bytes": whole("The cache of this workload on it."),
-                    "overhead_bytes": whole("What the engine takes beside them."),
-                    "headroom_bytes": of("integer", "What is left of its memory for the cache."),
-                },
-            ),
-        ),
-    },
-)
-
-REPLAY = obj(
-    "What contiguous, paged and prefix-sharing allocation make of a trace, with --trace or --workload.",
-    {
-        "setup": of("object", "Block size, capacity and the time model that were used."),
-        "requests": whole("Requests replayed."),
-        "policies": of("array", "One object for each policy: contiguous, paged, prefix.", items={"type": "object"}),
-        "assumed": of("array", "Values of the setup that nobody named.", items={"type": "string"}),
-        "notes": of("array", "What to know about it.", items={"type": "string"}),
-    },
-)
-
-SIZE_RESULT = obj(
-    "The cache of one model at one context.",
-    {
-        "model": MODEL,
-        "engine": obj(
-            "Whose rules were used.",
-            {
-                "name": of("string", "Name, as in --engine."),
-                "version": of(["string", "null"], "Version that the rules describe; null for ideal."),
-            },
-        ),
-        "context": whole("Tokens in each sequence."),
-        "sequences": whole("Sequences held at the same time."),
-        "beams": whole("Beams of each sequence."),
-        "encoder_tokens": whole("Positions that cross attention holds."),
-        "image_tokens": whole("Image positions in each sequence."),
-        "audio_tokens": whole("Audio positions in each sequence."),
-        "dtype": of("string", "The model's dtype."),
-        "k_dtype": of("string", "Format of keys and latents."),
-        "v_dtype": of("string", "Format of values."),
-        "k_scheme": of("string", "How the format of keys counts its bytes, in words."),
-        "v_scheme": of("string", "How the format of values counts its bytes, in words."),
-        "kv_bytes": whole("The whole cache of all sequences, in bytes."),
-        "kv_bytes_per_token": whole("Bytes that one more token of one sequence adds at this context, rounded up."),
-        "kv_bytes_per_token_exact": of("string", "The same as a fraction, where it is not whole.", pattern="^[0-9]+/[0-9]+$"),
-        "kv_bytes_fixed": whole("Bytes of the cache that do not grow with one more token."),
-        "layers": of(
-            "array",
-            "The cache by kind of state; a layer with two kinds counts in two rows.",
-            items=obj(
-                "One kind of state.",
-                {
-                    "kind": KIND,
-                    "count": LAYERS_COUNT,
-                    "tokens": TOKENS,
-                    "bytes": whole("Bytes of all of these layers and all sequences."),
-                },
-            ),
-        ),
-        "per_layer": of(
-            "array",
-            "Every layer in order, with --per-layer.",
-            items=obj(
-                "One layer.",
-                {
-                    "index": whole("Position in the model, from 0."),
-                    "kind": {**KIND, "description": "Kind of its first state."},
-                    "tokens": {**TOKENS, "description": "Positions that its first state holds for one sequence."},
-                    "bytes": whole("Bytes of the layer, all states and all sequences."),
-                    "states": of(
-                        "array",
-                        "What the layer keeps.",
-                        items=obj(
-                            "One state.",
-                            {"kind": KIND, "tokens": TOKENS, "bytes": whole("Bytes of the state, all sequences.")},
-                        ),
-                    ),
-                },
-            ),
-        ),
-        "weights": maybe(
-            obj(
-                "The model's weights; null where nothing is known.",
-                {
-                    "bytes": maybe(whole("Bytes of all weights.")),
-                    "parameters": maybe(whole("Number of parameters.")),
-                    "source": of("string", "Where these numbers come from."),
-                    "dtype": of(["string", "null"], "What they are stored in: bf16, or the quantiser's or format's name."),
-                    "scheme": of(["string", "null"], "The quantisation in words, where ranks or another format were asked for."),
-                    "per_rank": of(
-                        "array",
-                        "Bytes on each rank, tensor-parallel ranks of the first pipeline stage first; with parallel sizes.",
-                        items=whole("Bytes on one rank."),
-                    ),
-                    "rules": of("string", "Whose sharding per_rank follows."),
-                },
-                ("dtype", "scheme", "per_rank", "rules"),
-            )
-        ),
-        "naive_kv_bytes": maybe(whole("Bytes by the usual formula on the usual fields, for comparison; null without them.")),
-        "warnings": of("array", "Assumptions and limits that bear on this answer.", items={"type": "string"}),
-        "allocation": ALLOCATION,
-        "fit": FIT,
-        "replay": REPLAY,
-        "formulas": of(
-            "array",
-            "The arithmetic, with --explain.",
-            items=obj(
-                "One kind of layer.",
-                {
-                    "layers": LAYERS_COUNT,
-                    "kind": KIND,
-                    "text": of("string", "The formula with this model's numbers."),
-                    "bytes": whole("What it comes to, in bytes."),
-                },
-            ),
-        ),
-    },
-    optional=(
-        "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
-        "kv_bytes_per_token_exact", "per_layer", "naive_kv_bytes", "warnings", "allocation",
-        "fit", "replay", "formulas",
-    ),
-)  # fmt: skip
-
-LOG = obj(
-    "A start-up log, explained, with --from-log.",
-    {
-        "file": of("string", "The file."),
-        "engine": of("string", "The engine that wrote it."),
-        "version": of(["string", "null"], "Its version, where the log says."),
-        "agrees": of("boolean", "Whether nothing that kvctl works out differs from the log."),
-        "rows": of(
-            "array",
-            "Numbers of the log beside kvctl's.",
-            items=obj(
-                "One number.",
-                {
-                    "name": of("string", "What it is."),
-                    "unit": of("string", "bytes, tokens, blocks, requests, states or nothing."),
-                    "said": of("string", "As the log prints it."),
-                    "value": of("number", "What that is."),
-                    "half": of("number", "Half of its last printed digit."),
-                    "line": whole("Line of the log."),
-                    "low": of(
-                        ["number", "null"], "What kvctl expects at least, for what rounds to the printed memory."
-                    ),
-                    "high": of(["number", "null"], "And at most."),
-                    "agrees": of(["boolean", "null"], "Null: the log measured what kvctl only estimates."),
-                    "difference": of("number", "The log's value less the nearest that kvctl expects."),
-                    "cause": of(["string", "null"], "What accounts for a difference."),
-                    "remark": of(["string", "null"], "What else is to be said of it."),
-                },
-            ),
-        ),
-        "refused": of(["object", "null"], "Why the engine did not start, what was short, and what fits."),
-        "notes": of("array", "What to know about it.", items={"type": "string"}),
-    },
-)
-
-LISTED_MODEL = obj(
-    "One model.",
-    {
-        "id": of("string", "Full name; kvctl size takes it."),
-        "model_type": of(["string", "null"], "Architecture, in the words of its configuration."),
-        "parameters": maybe(whole("Number of parameters.")),
-        "max_context": maybe(whole("The model's own maximum, in tokens.")),
-        "incomplete": of(["string", "null"], "Why it cannot be sized from the catalogue; null where it can."),
-    },
-    optional=("incomplete",),
-)
-
-LISTED_GPU = obj(
-    "One GPU. Rates are dense, and null where nobody published them.",
-    {
-        "name": of("string", "What --gpu takes."),
-        "vendor": of("string", "Its maker."),
-        "nvml_names": of("array", "Names that its driver gives it.", items={"type": "string"}),
-        "aliases": of("array", "Other names that --gpu takes.", items={"type": "string"}),
-        "memory_mib": maybe(whole("Memory as the driver's tool prints it, in MiB.")),
-        "nominal_gb": whole("Memory as it is sold."),
-        "cuda_mib": maybe(whole("Memory that CUDA applications were seen to see, in MiB.")),
-        "bandwidth_gbs": of(["number", "null"], "Memory bandwidth, 10^9 bytes a second."),
-        "fp16_tflops": of(["number", "null"], "10^12 operations a second."),
-        "fp8_tflops": of(["number", "null"], "10^12 operations a second."),
-        "int8_tops": of(["number", "null"], "10^12 operations a second."),
-        "fp4_tflops": of(["number", "null"], "10^12 operations a second."),
-        "compute_capability": of(["string", "null"], "CUDA compute capability."),
-        "link_gbs": of(["number", "null"], "NVLink or its like, both directions, 10^9 bytes a second; 0 is none."),
-        "sources": of("object", "Where each field comes from."),
-    },
-)
-
-VERSION = of("string", "Version of kvctl that wrote this.")
-
-
-def document(name: str, title: str, properties: dict[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
-    """A whole JSON Schema for documents that call themselves `name`."""
-    named = {"schema": of("string", "Name and version of this format.", const=name), **properties}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": "urn:" + name.replace(".", ":").replace("/", ":"),
-        "title": title,
-        **obj(f"{title}. Later versions may add keys.", named, optional),
-    }
-
-
-SCHEMAS = {
-    "kvctl.size/1": document(
-        "kvctl.size/1",
-        "What kvctl size --json prints",
-        {
-            "kvctl_version": VERSION,
-            "results": of("array", "One for each model, engine and context.", items=SIZE_RESULT),
-            "refused": of("array", "Engines of --engine all without an answer, and why.", items={"type": "string"}),
-            "log": LOG,
-        },
-        optional=("refused", "log"),
-    ),
-    "kvctl.gpus/1": document(
-        "kvctl.gpus/1",
-        "What kvctl size --list-gpus --json prints",
-        {"kvctl_version": VERSION, "gpus": of("array", "One for each GPU.", items=LISTED_GPU)},
-    ),
-    "kvctl.models/1": document(
-        "kvctl.models/1",
-        "What kvctl size --list-models --json prints",
-        {"kvctl_version": VERSION, "models": of("array", "The catalogue's models.", items=LISTED_MODEL)},
-    ),
+FACTS = {
+    "prefill": "Floating-point operations a second in prefill, and their share of the rate that large matrix products "
+    "of the same dtype were measured to reach here.",
+    "decode": "Bytes a second that a decode step reads (weights that it uses, once, and the cache), and their share of "
+    "the memory bandwidth that was measured here.",
+    "decode waits for": "Which of the two limits explains at least half of a step, or neither.",
+    "steady memory, peak memory": "A line through the points of several contexts: what is there without a prompt, and "
+    "what a token adds; beside it what it adds to the cache by prediction.",
+    "TTFT, TPOT": "The same of times. With four contexts or more, prefill has a term in tokens² as well.",
+    "until memory runs out": "With --until-oom: the largest that ran and the smallest that did not, every try, and what "
+    "kvctl size predicts of the same memory (activations are estimated).",
+    "beside FILE": "With --compare: each figure of this run and of FILE, the ratio of FILE's to this run's, and a verdict. "
+    "The same within noise means that the 95% interval of the ratio holds 1; for peaks of memory, that they are within 2%.",
 }
 
 # -- commands --------------------------------------------------------------------------------
@@ -496,8 +178,13 @@ class Param:
         return list(self.raw.shell_complete(self.context, "")) if self.metavar else []
 
     @property
+    def of_engine(self) -> bool:
+        """Whether it is one of the engines' own flags."""
+        return type(self.raw).__name__ == "_EngineOption"
+
+    @property
     def takes_files(self) -> bool:
-        return any(item.type in ("file", "dir") for item in self.items)
+        return self.metavar in ("FILE", "PATH") or any(item.type in ("file", "dir") for item in self.items)
 
     @property
     def ask(self) -> bool:
@@ -607,21 +294,41 @@ def named(pairs: dict[str, str]) -> Items:
     return Items([([name], "", text) for name, text in pairs.items()])
 
 
+def listed(params: list[Param]) -> Items:
+    return Items([(param.names, param.metavar, param.text) for param in params])
+
+
+def keys_of(schema: dict[str, Any]) -> Items:
+    return named({key: value["description"] for key, value in schema["properties"].items()})
+
+
 def sections(command: Command, every: list[Command]) -> Iterator[Section]:
     """What follows NAME, SYNOPSIS and DESCRIPTION."""
     root = command is every[0]
     if command.arguments:
-        yield "Arguments", [Items([([], param.metavar, param.text) for param in command.arguments])]
-    yield "Options", [Items([(param.names, param.metavar, param.text) for param in command.options])]
+        yield "Arguments", [listed(command.arguments)]
+    own = [param for param in command.options if not param.of_engine]
+    engines = [param for param in command.options if param.of_engine]
+    yield "Options", [listed(own)]
+    if engines:
+        yield (
+            "Engine options",
+            [
+                "How an engine is started, in its own words; which engines have an option stands in brackets.",
+                listed(engines),
+            ],
+        )
     if root:
         yield "Commands", [Items([([other.path], "", f"{other.summary}. See {other.page}(1).") for other in every[1:]])]
-    if command.path == "kvctl size":
-        yield from size_sections()
+    if command.path in OWN_SECTIONS:
+        yield from OWN_SECTIONS[command.path]()
     examples = [line for other in every[1:] for line in other.examples[:2]] if root else command.examples
     if examples:
         yield "Examples", [Code(examples)]
-    yield "Exit status", [named({str(int(code)): EXIT_MEANING[code] for code in ExitCode})]
-    yield "Environment", [named(ENVIRONMENT)]
+    meaning = EXIT_MEANING_OF.get(command.path, EXIT_MEANING)
+    yield "Exit status", [named({str(int(code)): meaning[code] for code in ExitCode if code in meaning})]
+    others = {name for path, names in ENVIRONMENT_OF.items() if not root and path != command.path for name in names}
+    yield "Environment", [named({name: text for name, text in ENVIRONMENT.items() if name not in others})]
     yield "Files", [named(FILES)]
 
 
@@ -659,10 +366,37 @@ def size_sections() -> Iterator[Section]:
             "--json prints one object: schema (kvctl.size/1), kvctl_version, and results, one for each model and context. "
             "Bytes are integers and never rounded. The JSON Schema comes with the package, as "
             "kvctl/data/schemas/kvctl.size-1.json. A result has these keys; later versions may add some:",
-            named({key: value["description"] for key, value in SIZE_RESULT["properties"].items()}),
+            keys_of(SIZE_RESULT),
             "--list-models --json prints the catalogue (schema kvctl.models/1), --list-gpus --json the GPUs (kvctl.gpus/1).",
         ],
     )
+
+
+def profile_sections() -> Iterator[Section]:
+    """What the output of `kvctl profile` means."""
+    yield (
+        "Output",
+        [
+            "The line under the model's name says whether the cache is as predicted. The columns:",
+            named(COLUMNS),
+            "And below, as far as it was measured:",
+            named(FACTS),
+        ],
+    )
+    yield (
+        "JSON",
+        [
+            "--json prints one object (schema kvctl.profile/1), the same that --save keeps and --compare reads. Times are in "
+            "seconds (their names end in _s), bytes are integers. The JSON Schema comes with the package, as "
+            "kvctl/data/schemas/kvctl.profile-1.json. Its keys; later versions may add some:",
+            keys_of(PROFILE),
+            "A point has these keys:",
+            keys_of(POINT),
+        ],
+    )
+
+
+OWN_SECTIONS = {"kvctl size": size_sections, "kvctl profile": profile_sections}
 
 
 # -- roff --------------------------------------------------------------------------------------
@@ -758,7 +492,8 @@ def reference(every: list[Command]) -> str:
     for command in every:
         out += [f"## {command.path}", *map(md, command.description), f"```\n{command.path} {command.usage}\n```"]
         for title, blocks in sections(command, every):
-            if command is every[0] or title not in common:
+            own = title == "Exit status" and command.path in EXIT_MEANING_OF
+            if command is every[0] or title not in common or own:
                 out += [f"### {title}", *map(markdown_block, blocks)]
     return "\n\n".join(out) + "\n"
 
@@ -897,7 +632,7 @@ def zsh_text(text: str) -> str:
 def zsh_values(command: Command, param: Param) -> str:
     if param.ask:
         return f"_kvctl_ask {asked(command, param)}"
-    return "_files" if param.takes_files else f"({' '.join(param.words)})" if param.words else " "
+    return "_files" if param.takes_files else f"({zsh_text(' '.join(param.words))})" if param.words else " "
 
 
 def zsh_specs(command: Command) -> list[str]:
