@@ -135,6 +135,17 @@ def terminal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         ("kvctl size odd/a:b", "kvctl size odd/a:b-one"),
         ("kvctl size --ctx 4k --json lla", "kvctl size --ctx 4k --json Llama-3.1-70B"),
         ("kvctl size Qwen3-32B meta-", "kvctl size Qwen3-32B meta-llama/Llama-3.1-70B"),
+        ("kvctl p", "kvctl profile"),
+        ("kvctl profile --until-oom c", "kvctl profile --until-oom ctx"),
+        ("kvctl profile --device=cp", "kvctl profile --device=cpu"),
+        ("kvctl profile --attn fl", "kvctl profile --attn flash_attention_2"),
+        ("kvctl profile --weights r", "kvctl profile --weights random"),
+        ("kvctl profile --engine ll", "kvctl profile --engine llama.cpp"),
+        ("kvctl profile --device-map a", "kvctl profile --device-map auto"),
+        ("kvctl profile --ctx 4k meta-", "kvctl profile --ctx 4k meta-llama/Llama-3.1-70B"),
+        ("kvctl profile mod", "kvctl profile models/"),
+        ("kvctl profile --save mod", "kvctl profile --save models/"),
+        ("kvctl size --from-log mod", "kvctl size --from-log models/"),
         ("kvctl size ./mod", "kvctl size ./models/"),
         ("kvctl size mod", "kvctl size models/"),
         ("kvctl size --ctx mod", "kvctl size --ctx mod"),
@@ -184,6 +195,15 @@ def test_every_catalogue_name_completes_long_and_short() -> None:
 def test_values_complete_from_the_tables() -> None:
     assert ask("kvctl size --k-dtype ")[0] == ["auto", *(fmt.name for fmt in CACHE_FORMATS)]
     assert ask("kvctl size --v-dtype q4")[0] == [fmt.name for fmt in CACHE_FORMATS if fmt.name.startswith("q4")]
+
+
+def test_values_of_profile_complete() -> None:
+    assert ask("kvctl profile --engine ")[0] == ["transformers", "llama.cpp", "vllm"]
+    assert ask("kvctl profile --device c")[0] == ["cpu", "cuda:0"]
+    assert ask("kvctl profile --until-oom ")[0] == ["ctx", "batch"]
+    values, loaded = ask("kvctl profile Qwen/Qwen3-3")
+    assert "Qwen/Qwen3-32B" in values
+    assert not loaded & {"rich", "huggingface_hub", "numpy", "torch", "transformers", "psutil"}
 
 
 def test_a_completion_is_quick() -> None:

@@ -16,6 +16,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def load_generator() -> Any:
+    folder = str(ROOT / "scripts")
+    if folder not in sys.path:
+        sys.path.append(folder)  # where it finds the schemas, as a script does
     spec = importlib.util.spec_from_file_location("generate", ROOT / "scripts" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
@@ -60,6 +63,26 @@ def test_check_names_what_differs(
     assert generate.main() == 1
     said = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in said] == ["docs/cli.md", "man/kvctl-gone.1"]
+
+
+@pytest.mark.parametrize("name", ["size", "profile"])
+def test_engine_options_stand_apart(name: str) -> None:
+    command = next(command for command in COMMANDS if command.name == name)
+    page = plain(FILES[f"man/{command.page}.1"])
+    own, _, engines = page.partition(".SH ENGINE OPTIONS")
+    assert "--gpu-memory-utilization" in engines
+    assert "--gpu-memory-utilization" not in own.partition(".SH OPTIONS")[2]
+    assert ("--mem-fraction-static" in engines) == (name == "size")  # SGLang's, which profile does not run
+
+
+def test_what_holds_for_one_command_alone_stands_there() -> None:
+    size, profile = plain(FILES["man/kvctl-size.1"]), plain(FILES["man/kvctl-profile.1"])
+    assert "KVCTL_VLLM_PYTHON" in profile
+    assert "KVCTL_VLLM_PYTHON" in plain(FILES["man/kvctl.1"])
+    assert "KVCTL_VLLM_PYTHON" not in size
+    exits = profile.partition(".SH EXIT STATUS")[2].partition(".SH")[0]
+    assert "--check" in exits
+    assert "\n3\n" not in exits  # profile never answers no
 
 
 def test_dates_come_from_the_changelog() -> None:

@@ -179,7 +179,7 @@ def test_as_a_process() -> None:
 
 
 def test_schemas_are_valid_and_named_after_what_they_describe() -> None:
-    for name in ("kvctl.size", "kvctl.models"):
+    for name in ("kvctl.size", "kvctl.models", "kvctl.gpus", "kvctl.profile"):
         schema = load(f"{name}-1.json")
         Draft202012Validator.check_schema(schema)
         assert schema["properties"]["schema"]["const"] == f"{name}/1"

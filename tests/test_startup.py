@@ -15,11 +15,13 @@ import sys
 sys.argv = ["kvctl", *sys.argv[1:]]
 from kvctl.cli import run
 code = run()
-print(code, *sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+names = {name if name.startswith("kvctl.") else name.partition(".")[0] for name in sys.modules}
+print(code, *sorted(names), file=sys.stderr)
 """
 
 
 def imported(*argv: str) -> set[str]:
+    """The packages that a run loads, and kvctl's own modules."""
     run = subprocess.run([sys.executable, "-c", SCRIPT, *argv], capture_output=True, text=True, check=True)
     code, *modules = run.stderr.splitlines()[-1].split()
     assert code == "0", run.stderr
@@ -39,6 +41,7 @@ def imported(*argv: str) -> set[str]:
         ("size", "Qwen3-72B", "--engine", "vllm", "--gpu", "4xH100", "--solve", "gpus", "--ctx", "8k", "--json"),
         ("size", "--list-gpus", "h100"),
         ("size", "--help"),
+        ("profile", "--help"),
         ("--version",),
     ],
 )
@@ -52,3 +55,17 @@ def test_a_table_needs_rich_and_nothing_heavier() -> None:
     modules = imported("size", "Qwen3-72B", "--ctx", "128k")
     assert "rich" in modules
     assert not modules & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("argv", "own"),
+    [
+        (("size", "Qwen3-32B", "--ctx", "4k", "--json"), "size"),
+        (("size", "--help"), "size"),
+        (("profile", "--help"), "profile"),
+    ],
+)
+def test_a_command_loads_no_other(argv: tuple[str, ...], own: str) -> None:
+    modules = imported(*argv)
+    assert {name for name in modules if name.startswith("kvctl.commands.")} == {f"kvctl.commands.{own}"}
+    assert not any(name.startswith("kvctl.measure") for name in modules)
