@@ -26,7 +26,7 @@ from kvctl.errors import KvctlError, UsageError
 from kvctl.hardware.cpu import read_cpu
 from kvctl.measure.rank_messages import FRAME, Doing, Done, Failed, Loaded, Measured, Told
 from kvctl.measure.report import Point, ProfileReport
-from kvctl.size import SizePlan, prepare, size
+from kvctl.size import SizePlan, prepare
 from kvctl.units import plural
 
 if TYPE_CHECKING:
@@ -271,9 +271,8 @@ class _Team:
 
 
 def _report(plan: ProfilePlan, team: _Team, nnodes: int) -> ProfileReport:
-    from kvctl.measure.environment import environment
     from kvctl.measure.fits import lines_of
-    from kvctl.measure.run import _settings, _version
+    from kvctl.measure.run import report_of
 
     points = [measured.point for measured in team.measured]
     warnings = []
@@ -282,23 +281,16 @@ def _report(plan: ProfilePlan, team: _Team, nnodes: int) -> ProfileReport:
             raise team.failure
         warnings.append(team.failure.message)
         points += _not_measured(plan, points, team)
-    spec, wanted, asked = plan.spec, plan.wanted, plan.asked
-    question = prepare(spec, SizePlan(TRANSFORMERS, dtype=wanted.dtype))
-    result = size(spec, max(asked.contexts), SizePlan(TRANSFORMERS, dtype=question.dtype))
+    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
+    report = report_of(plan, question.dtype, None)
     loaded = team.loaded
-    settings = dict(loaded.settings) if loaded is not None else _settings(plan, None)
-    settings |= {"device": wanted.device, "tensor_parallel": team.world, "nodes": nnodes,
+    settings = dict(loaded.settings if loaded is not None else report.settings)
+    settings |= {"device": plan.wanted.device, "tensor_parallel": team.world, "nodes": nnodes,
                  "ranks": [dict(row) for row in loaded.rows] if loaded is not None else []}  # fmt: skip
     for row, peaks in zip(settings["ranks"], zip(*(each.peaks for each in team.measured), strict=True), strict=False):
         row["peak_bytes"] = max((peak for peak in peaks if peak is not None), default=None)
-    return ProfileReport(
-        model=result.model,
-        engine="transformers",
-        engine_version=_version("transformers"),
-        dtype=question.dtype.name,
-        weights=result.weights,
+    return report.replace(
         settings=settings,
-        environment=environment(wanted.device),
         points=tuple(points),
         lines=lines_of(points),
         ranks=team.world,

@@ -119,7 +119,7 @@ def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
                             "and vary more than on an idle machine")  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    return _report(plan, dtype, loaded).replace(
+    return report_of(plan, dtype, loaded).replace(
         points=tuple(points),
         lines=lines_of(points),
         notes=tuple(notes),
@@ -130,10 +130,11 @@ def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
 
 def unmeasured(plan: ProfilePlan) -> ProfileReport:
     """The report of a run that did not come to measuring points."""
-    return _report(plan, prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype, None)
+    return report_of(plan, prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype, None)
 
 
-def _report(plan: ProfilePlan, dtype: DType, loaded: Loaded | None) -> ProfileReport:
+def report_of(plan: ProfilePlan, dtype: DType, loaded: Loaded | None) -> ProfileReport:
+    """The report of a run before any point: which model, how and where."""
     from kvctl.measure.environment import environment
 
     result = size(plan.spec, max(plan.asked.contexts), SizePlan(TRANSFORMERS, dtype=dtype))
