@@ -69,7 +69,8 @@ def _unlike(spec: ModelSpec, model: Any) -> tuple[str, ...]:
     published = spec.weights.parameters if spec.weights is not None else None
     built = sum(parameter.numel() for parameter in model.parameters())
     head = model.get_output_embeddings()
-    counted_twice = head.weight.numel() if head is not None else 0  # some published counts have a tied head twice
+    # some published counts have a tied head twice; several code books have a list of heads
+    counted_twice = sum(parameter.numel() for parameter in head.parameters()) if head is not None else 0
     if published is None or any(
         abs(count - published) <= published * _SAME_SIZE for count in (built, built + counted_twice)
     ):
