@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -409,3 +412,27 @@ def test_where_modules_run() -> None:
     with torch.device("meta"):
         fresh = type(model)._from_config(model.config, dtype=torch.float32)
     assert set(spread(fresh).values()) <= {"cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))}
+
+
+def test_a_rank_that_ended_before_it_was_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said last waits in the pipe when its end is seen."""
+    from kvctl.measure import ranks
+    from kvctl.measure.rank_messages import FRAME, Done
+
+    said = pickle.dumps(Done(("a note",)))
+    script = f"import sys; sys.stdout.buffer.write({FRAME.pack(len(said)) + said!r})"
+    popen = subprocess.Popen
+
+    def ended(_: list[str], **pipes: Any) -> subprocess.Popen[bytes]:
+        process = popen([sys.executable, "-c", script], **pipes)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(ranks.subprocess, "Popen", ended)
+    read = os.read
+    monkeypatch.setattr(ranks.os, "read", lambda file, most: read(file, min(most, 16)))  # as of a slow pipe
+    spec = spec_of(LLAMA)
+    plan = ProfilePlan(spec, Wanted(random=True), Asked((16,)))
+    report = profile_ranks(plan, Progress(Now(), lambda _: None), nproc=2)
+    assert report.notes[:1] == ("a note",)
+    assert report.warnings == ()

@@ -122,6 +122,8 @@ class _Rank:
         self.complaints = b""
         self.failed: Failed | None = None
         self.done = False
+        self.heard_out = False
+        """Whether all that it said was read: a process that has ended may have said more than was read of it."""
         assert self.process.stdin is not None
         try:
             pickle.dump(told, self.process.stdin)
@@ -141,9 +143,9 @@ class _Rank:
         return found
 
     def ended(self) -> str | None:
-        """How it ended without a word; None while it runs, and for one that said why or was done."""
+        """How it ended without a word; None while it runs or is heard, and for one that said why or was done."""
         status = self.process.poll()
-        if status is None or self.failed is not None or self.done:
+        if status is None or not self.heard_out or self.failed is not None or self.done:
             return None
         if status == -signal.SIGKILL:
             return "was killed (SIGKILL: the kernel does that where memory runs out)"
@@ -212,6 +214,7 @@ class _Team:
                     data = os.read(key.fd, 2**16)
                     if not data:
                         selector.unregister(key.fileobj)
+                        rank.heard_out |= is_stdout
                     elif not is_stdout:
                         rank.complaints = (rank.complaints + data)[-_TAIL:]
                     else:
