@@ -158,7 +158,7 @@ def run() -> int:
     except BrokenPipeError:
         return _reader_gone()
     except KeyboardInterrupt:
-        return _say("interrupted", None, ExitCode.INTERRUPTED)
+        return _interrupted()
     except Exception as err:  # the last net: a fault of kvctl's own still gets one line
         if debug:
             raise
@@ -173,6 +173,18 @@ def _run(argv: Sequence[str], *, whole: bool) -> Any:
         if type(error).__name__ != "NoSuchOption" or whole:
             raise
         return command(argv)(standalone_mode=False)
+
+
+def _interrupted() -> int:
+    """As shells have it: 128 and the signal's number."""
+    import signal
+
+    from kvctl import signals
+
+    number = signals.received()
+    return _say(
+        "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}", None, 128 + number
+    )
 
 
 def _reader_gone() -> int:

@@ -29,6 +29,8 @@ _RATE_BUDGET_S = 0.5
 ENGINES = ("transformers", "llama.cpp", "vllm")
 UNTIL = ("ctx", "batch")
 WEIGHTS = ("auto", "random")
+_OF_ANY_REPORT = {"save", "format_", "json_", "quiet"}
+"""Parameters of the command that say nothing of a run."""
 
 
 class Many(Record):
@@ -141,6 +143,7 @@ def weights_of(text: str, model: str | None) -> str:
 def check_values(
     *, weights: str, layers: int | None, dtype: str, device: str, device_map: str | None, attention: str | None, ctx: str | None,
     batch: str, decode: int, prefill_chunk: int | None, repeat: int, prompt: str | None, seed: int, ranks: Many, until: str | None,
+    overrides: Sequence[str],
 ) -> None:  # fmt: skip
     """Refuses what no machine can run: before anything is measured or loaded, and without torch.
 
@@ -151,8 +154,10 @@ def check_values(
     """
     from kvctl.measure.loaded import ATTENTIONS
     from kvctl.measure.run import read_text
+    from kvctl.model import parse_overrides
     from kvctl.options import read_dtype
 
+    parse_overrides(overrides)
     if layers is not None and weights != "random":
         raise UsageError("--layers keeps a few layers of a model with random weights", hint="add --weights random")
     if attention is not None and attention not in ATTENTIONS:
@@ -285,18 +290,37 @@ def look_around(progress: Progress) -> Machine:
     """This machine, and what it was measured to do."""
     from kvctl.measure.machine import look, with_rates
 
-    progress.now.doing = "looking at this machine"
+    progress.now.stage("looking at this machine")
     machine = look()
-    progress.now.doing = "measuring memory bandwidth and matrix rates"
+    progress.now.stage("measuring memory bandwidth and matrix rates")
     return with_rates(machine, _RATE_BUDGET_S)
 
 
-def machine_alone(machine: Machine, missing: KvctlError) -> ProfileReport:
+def missing_packages(context: Any, model: str | None) -> KvctlError | None:
+    """That the packages which run models are not installed, where nothing but this machine was asked about.
+
+    Raises:
+        KvctlError: they are not installed, and a run was asked for: by a model's name, or by an option of runs.
+
+    """
+    from kvctl.measure.run import need_torch
+
+    try:
+        need_torch()
+    except KvctlError as missing:
+        given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+        if model is not None or given - _OF_ANY_REPORT:
+            raise
+        return missing
+    return None
+
+
+def no_run(missing: KvctlError) -> ProfileReport:
     """A report without a model; its note says what is missing."""
     from kvctl.measure.report import ProfileReport
 
     note = f"{missing.message}; {missing.hint}" if missing.hint else missing.message
-    return ProfileReport(None, "none", None, None, None, {}, {}, machine=machine, notes=(note,))
+    return ProfileReport(None, "none", None, None, None, {}, {}, notes=(note,))
 
 
 def read_model(

@@ -13,6 +13,7 @@ from kvctl.units import format_bytes, format_seconds
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
+    from kvctl.measure.machine import Machine
     from kvctl.measure.report import Point, ProfileReport, Try
     from kvctl.measure.run import Now, Progress
     from kvctl.measure.saved import Saved
@@ -22,16 +23,18 @@ _REFRESH_S = 0.25
 
 @contextlib.contextmanager
 def live(*, quiet: bool) -> Iterator[Progress]:
-    """Progress on stderr: a line for each complete point, and on a terminal one under it that says what goes on."""
+    """Progress on stderr: a line for each complete point; on a terminal one under it that says what goes on, elsewhere
+    a line as each part of the run begins."""
     from kvctl.measure.run import Now, Progress
 
-    now = Now()
     terminal = sys.stderr.isatty()
 
     def tell(text: str) -> None:
         if not quiet:
             with contextlib.suppress(OSError):
                 print(("\r\033[K" if terminal else "") + one_line(text), file=sys.stderr, flush=True)
+
+    now = Now() if terminal else Now(tell)
 
     def done(point: Point) -> None:
         tell(_point_words(point))
@@ -97,13 +100,18 @@ def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, 
     if form == "json":
         document = report.to_dict()
         output.print_json(document | ({"comparison": comparison.to_dict()} if comparison is not None else {}))
-    elif form == "csv":
-        output.print_csv([_row(report, point) for point in report.points])
-    elif form == "md":
+    elif form in ("csv", "md"):
         rows = [_row(report, point) for point in report.points]
-        if rows:
+        if report.model is None:
+            rows = [
+                {"device": rates.device, "bandwidth_bytes_per_second": rates.bandwidth}
+                for rates in report.machine.rates
+            ]
+        if form == "csv":
+            output.print_csv(rows)
+        elif rows:
             output.print_markdown(rows)
-    else:
+    elif report.model is not None:
         from kvctl.screen_lines import Screen
         from kvctl.screen_profile import print_profile
 
@@ -117,22 +125,18 @@ def emit_plot(report: ProfileReport, path: str) -> None:
     output.emit_chart(chart_of(report), path)
 
 
-def emit_machine(report: ProfileReport, form: str, *, quiet: bool) -> None:
-    """The machine alone, where models cannot be run; a note says what is missing."""
-    output.forgive_encoding()
-    machine = report.machine
-    if form == "json":
-        output.print_json(report.to_dict())
-    elif form in ("csv", "md"):
-        rows = [{"device": rates.device, "bandwidth_bytes_per_second": rates.bandwidth} for rates in machine.rates]
-        (output.print_csv if form == "csv" else output.print_markdown)(rows)
-    else:
-        from kvctl.screen_lines import Screen
-        from kvctl.screen_profile import print_machine
+def emit_machine(machine: Machine, form: str) -> None:
+    """Print the machine before a model is run on it; forms that programs read have it in the report."""
+    if form != "table":
+        return
+    from kvctl.screen_lines import Screen
+    from kvctl.screen_profile import print_machine
 
-        print_machine(Screen(), machine)
-    if not quiet:
-        output.say("note", report.notes)
+    output.forgive_encoding()
+    screen = Screen()
+    print_machine(screen, machine)
+    screen.line()
+    sys.stdout.flush()
 
 
 def _row(report: ProfileReport, point: Point) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def print_log(screen: Screen, report: LogReport) -> None:
     screen.line(
         one_line(f"{log.path}: {what}, {log.model_name or log.model or 'a model that it does not name'}"), "bold"
     )
-    screen.line(one_line(log_verdict(report)), "bold green" if report.agrees and report.refused is None else "bold red")
+    screen.line(one_line(log_verdict(report)), _style(report))
     screen.line()
     rows: list[Row] = [(("line", "", "the log says", "kvctl expects", ""), None, "dim")]
     notes: list[tuple[str, str]] = []
@@ -34,6 +34,12 @@ def print_log(screen: Screen, report: LogReport) -> None:
         screen.line(one_line(f"line {report.refused.line:,}, it did not start: {report.refused.why}"), "red")
         for words in report.refused.fits:
             screen.line(one_line(f"it fits with {words}"))
+
+
+def _style(report: LogReport) -> str:
+    if report.refused is not None or report.agrees is False:
+        return "bold red"
+    return "bold green" if report.agrees else "bold yellow"
 
 
 def _expected(row: LogRow) -> str:

@@ -26,10 +26,7 @@ _SHARES = {
 
 
 def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison | None) -> None:
-    """Everything of one run."""
-    if report.machine is not None:
-        print_machine(screen, report.machine)
-        screen.line()
+    """Everything of one run of a model."""
     screen.line(one_line(_title(report)), "bold")
     screen.line(*_verdict(report))
     if any(point.ttft for point in report.points):
@@ -91,9 +88,11 @@ def _verdict(report: ProfileReport) -> tuple[str, str]:
     if measured:
         where = "the one point" if len(measured) == 1 else f"all {len(measured)} points"
         return f"{cut}the cache is as predicted, to the byte, in {where}", "bold yellow" if cut else "bold green"
-    if report.engine_log is not None:
+    if report.agrees is not None:  # of another engine's log
         return (f"{cut}what it logged is as predicted", "bold green") if report.agrees else (
             f"{cut}what it logged is not as predicted", "bold red")  # fmt: skip
+    if any(point.ttft for point in report.points):
+        return f"{cut}times were measured, and nothing that is predicted to the byte", "bold yellow"
     return f"{cut}nothing was measured", "bold red"
 
 
@@ -122,7 +121,7 @@ def _times(screen: Screen, points: Sequence[Point]) -> None:
 
 
 def _noise(sample: Sample) -> str:
-    """Half the 95% interval; a question mark where one run cannot tell."""
+    """Half the 95% interval; a question mark where there are too few values to tell."""
     noise = sample.noise
     if noise is None:
         return "?"
@@ -227,6 +226,10 @@ def _lines(lines: Sequence[Line]) -> list[tuple[str, str]]:
     out = []
     for line in lines:
         name = line.what + (f" × {line.batch}" if several else "")
+        if not line.told:
+            noise = "is within the noise" if line.slope_error is not None else "cannot be told from noise: --repeat 3"
+            out.append((name, f"its growth with context {noise}"))
+            continue
         if line.unit == "bytes":
             text = f"{_signed(line.intercept)} {_plus(line.slope)} {format_bytes(round(abs(line.slope)))} × tokens"
             if line.predicted_slope is not None:
@@ -271,7 +274,7 @@ def _until_oom(screen: Screen, found: UntilOom) -> None:
 
 
 def _comparison(screen: Screen, found: Comparison) -> None:
-    screen.line("beside " + one_line(", ".join(found.names[1:])), "bold")
+    screen.line("beside " + one_line(", ".join(found.names[1:])) + "; ratios are over this run", "bold")
     rows: list[Row] = [
         (
             ("", *found.names[:1], *(head for name in found.names[1:] for head in (one_line(name), "ratio", ""))),

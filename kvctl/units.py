@@ -65,7 +65,8 @@ def parse_token_list(text: str, *, what: str = "--ctx") -> tuple[int, ...]:
     if re.fullmatch(r"\d{1,3}(,\d{3})+", text.strip()):
         whole = text.strip().replace(",", "")
         raise UsageError(
-            f"{what}: {text.strip()} could be one number or several", hint=f"write {whole}, or put blanks between"
+            f"{what}: {text.strip()} could be one number or several",
+            hint=f"{what} {whole}, or {what} '{' '.join(text.strip().split(','))}'",
         )
     parts = [part for part in re.split(r"[,\s]+", text.strip()) if part]
     if not parts:

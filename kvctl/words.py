@@ -117,8 +117,8 @@ def log_verdict(report: LogReport) -> str:
         return "the engine did not start"
     differs = [row for row in report.rows if row.agrees is False]
     same = sum(row.agrees is True for row in report.rows)
-    if not report.rows:
-        return "the log says nothing that could be compared"
+    if report.agrees is None:
+        return "the log says nothing that kvctl works out exactly"
     if not differs:
         return f"agrees: {plural(same, 'number')} of the log, as exactly as it prints them"
     unknown = len(report.unexplained)

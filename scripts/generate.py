@@ -48,7 +48,7 @@ EXIT_MEANING_OF = {
         ExitCode.FAILED: "Failed: a model could not be found, loaded or run, a point could not be measured to its end (out of "
         "memory), or with --check a prediction is not right to the byte.",
         ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
-        ExitCode.INTERRUPTED: "Interrupted from the keyboard; what was complete is printed, and saved with --save.",
+        ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); what was complete is printed, and saved with --save.",
     },
 }
 

@@ -134,7 +134,10 @@ LOG = obj(
                 },
             ),
         ),
-        "agrees": of("boolean", "Whether nothing that kvctl works out differs from the log."),
+        "agrees": of(
+            ["boolean", "null"],
+            "Whether nothing that kvctl works out differs from the log; null where it has no such number.",
+        ),
         "rows": of(
             "array",
             "Numbers of the log beside kvctl's.",

@@ -557,6 +557,44 @@ print(report.interrupted, len(report.points), flush=True)
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "said"), [
+    (signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP"),
+], ids=str)  # fmt: skip
+def test_a_command_that_is_ended_keeps_what_is_complete(tmp_path: Path, number: signal.Signals, said: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 10**6}))
+    argv = [
+        "profile",
+        str(tmp_path / "model"),
+        "--weights",
+        "random",
+        "--ctx",
+        "8 100000",
+        "--decode",
+        "2",
+        "--repeat",
+        "1",
+    ]
+    kept = tmp_path / "run.json"
+    child = subprocess.Popen([sys.executable, "-m", "kvctl", *argv, "--save", str(kept)], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    try:
+        assert child.stderr is not None
+        while not (line := child.stderr.readline()).startswith("8 tokens × 1: "):  # the second point takes minutes
+            assert line, "ended by itself"
+        child.send_signal(number)
+        out, err = child.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 128 + number
+    assert err.splitlines()[-1] == f"kvctl: error: {said}"
+    assert "interrupted: the cache is as predicted, to the byte, in the one point" in out
+    saved = json.loads(kept.read_text())
+    assert (saved["interrupted"], len(saved["points"])) == (True, 1)
+
+
 # -- the Hub ------------------------------------------------------------------------------------------
 
 HUB = """

@@ -23,11 +23,21 @@ def test_a_line_that_falls_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         capsys,
         Line("steady memory", 1, 4 * KIB, -2 * KIB, 45 * KIB, points=2),
         Line("TTFT", 1, -0.5, 0.25, points=4, curve=-2e-9),
-        Line("TPOT", 1, 0.7, -0.0024, points=2),
+        Line("TPOT", 1, 0.7, -0.0024, points=3, slope_error=0.0002),
     )
     assert "4 KiB − 2 KiB × tokens; predicted for the cache: 45 KiB" in out
     assert "−500 ms + 250 ms × tokens − 2 ns × tokens²" in out
     assert "700 ms − 2.40 ms × tokens" in out
+
+
+def test_a_slope_within_the_noise_is_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(
+        capsys,
+        Line("TTFT", 1, 0.7, -0.0024, points=2),  # one run each: nothing to judge by
+        Line("TPOT", 1, 0.7, -0.0024, points=3, slope_error=0.0013),
+    )
+    assert "TTFT  its growth with context cannot be told from noise: --repeat 3" in out
+    assert "TPOT  its growth with context is within the noise" in out
 
 
 def test_a_gpu_shows_its_clocks_and_power(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,34 @@ def test_a_straight_line_is_found_exactly() -> None:
     assert (fit.slope_error, fit.residual) == (0, 0)
 
 
+def test_the_noise_of_two_points_is_that_of_their_slope() -> None:
+    # Through (100, 5) and (300, 9): slope 4/200; errors 0.3 and 0.4 make √(0.3² + 0.4²) = 0.5 in the difference.
+    fit = fitted([100, 300], [5, 9], degree=1, errors=[0.3, 0.4])
+    assert fit is not None
+    assert fit.coefficients == pytest.approx((3, 0.02))
+    assert fit.slope_error == pytest.approx(0.5 / 200)
+    alone = fitted([100, 300], [5, 9], degree=1, errors=[0.3, None])
+    assert alone is not None
+    assert alone.slope_error is None
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_noise_of_points_moves_a_slope_as_moved_points_do(relative: bool) -> None:
+    """Against the slopes of points that are moved by their errors, at random."""
+    numpy = pytest.importorskip("numpy")
+    xs, ys, errors = [128, 512, 2048], [0.040, 0.042, 0.051], [0.0001, 0.0002, 0.0004]
+    fit = fitted(xs, ys, degree=1, relative=relative, errors=errors)
+    assert fit is not None
+    weights = 1 / numpy.array(ys) if relative else None
+    moved = numpy.random.default_rng(0).normal(ys, errors, (20_000, 3))
+    slopes = [numpy.polyfit(xs, row, 1, w=weights)[0] for row in moved]
+    assert fit.slope_error == pytest.approx(numpy.std(slopes), rel=0.03) or fit.slope_error > numpy.std(slopes)
+    only_noise = fitted(xs, [fit.coefficients[0] + fit.coefficients[1] * x for x in xs], degree=1, errors=errors)
+    assert only_noise is not None
+    if not relative:
+        assert only_noise.slope_error == pytest.approx(numpy.std(slopes), rel=0.03)
+
+
 def test_a_line_by_hand() -> None:
     # Through (0, 1), (1, 1), (2, 4): slope 3/2, intercept 1/2; residuals 1/2, -1, 1/2, of squares 3/2;
     # the slope's standard error is √(3/2 / 1 / 2). The farthest point is off by 1 of 1.

@@ -285,10 +285,9 @@ def profile(
       kvctl profile model-Q4_1.gguf --engine llama.cpp --ctx 4k -ctk q8_0
       kvctl profile ./model --save today.json --compare yesterday.json
     """
-    from kvctl import options, output_profile
+    from kvctl import options, output_profile, signals
     from kvctl import options_profile as own
-    from kvctl.errors import ExitCode, KvctlError
-    from kvctl.measure.run import need_torch
+    from kvctl.errors import ExitCode
 
     form = options.read_output_format(format_, json_)
     weights = own.weights_of(weights, model)
@@ -310,30 +309,22 @@ def profile(
     own.check_values(
         weights=weights, layers=layers, dtype=dtype, device=device, device_map=device_map, attention=attention, ctx=ctx, batch=batch,
         decode=decode, prefill_chunk=prefill_chunk, repeat=repeat, prompt=prompt, seed=seed, ranks=ranks, until=until,
+        overrides=set_ or [],
     )  # fmt: skip
     own.check_files(save, plot, form)
     earlier = own.read_earlier(compare or [])
+    missing = own.missing_packages(context, model) if engine == "transformers" else None
+    spec = own.read_model(model, set_ or [], source, revision)
+    signals.heed()
     machine = None
     if model is None:
-        spec = own.read_model(None, set_ or [])
         with output_profile.live(quiet=quiet) as progress:
             machine = own.look_around(progress)
-        try:
-            need_torch()
-        except KvctlError as missing:
-            alone = own.machine_alone(machine, missing)
-            if save is not None:
-                own.save(alone, save)
-            output_profile.emit_machine(alone, form, quiet=quiet)
-            if check:  # nothing was there to be checked
-                raise SystemExit(ExitCode.FAILED) from None
-            return
-    else:
-        if engine == "transformers":
-            need_torch()
-        spec = own.read_model(model, set_ or [], source, revision)
+        output_profile.emit_machine(machine, form)
     with output_profile.live(quiet=quiet) as progress:
-        if engine == "transformers" or model is None:
+        if missing is not None:
+            report = own.no_run(missing)
+        elif engine == "transformers" or model is None:
             plan = own.read_plan(
                 spec, weights=weights, layers=layers, dtype=dtype, device=device, device_map=device_map,
                 attention=attention, ctx=ctx, batch=batch, decode=decode, prefill_chunk=prefill_chunk, repeat=repeat, prompt=prompt,

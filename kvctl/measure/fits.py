@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from kvctl.measure.report import Line, Point
+from kvctl.measure.statistics import Sample
 from kvctl.record import Record
 
 _ENOUGH_FOR_A_SQUARE = 4
@@ -19,15 +20,20 @@ class Fitted(Record):
     coefficients: tuple[float, ...]
     """Of 1, x, x², …"""
     slope_error: float | None
-    """Standard error of the coefficient of x; None where as many points as coefficients leave nothing to judge by."""
+    """Standard error of the coefficient of x: by how far points lie off, or by the errors of the points, whichever is
+    larger; None where neither says anything."""
     residual: float
     """The largest distance of a point, over that point's value."""
 
 
-def fitted(xs: Sequence[int], ys: Sequence[float | Fraction], *, degree: int, relative: bool = False) -> Fitted | None:
+def fitted(
+    xs: Sequence[int], ys: Sequence[float | Fraction], *, degree: int, relative: bool = False,
+    errors: Sequence[float | None] = (),
+) -> Fitted | None:  # fmt: skip
     """The polynomial nearest to some points; None for fewer different xs than it takes.
 
     `relative`: errors are in proportion to values, as those of times are, so squares of relative distances are least.
+    `errors`: standard errors of the ys, where they are known.
     """
     if len(set(xs)) <= degree:
         return None
@@ -50,12 +56,17 @@ def fitted(xs: Sequence[int], ys: Sequence[float | Fraction], *, degree: int, re
     misses = [
         abs(y - sum(c * x**power for power, c in enumerate(coefficients))) for x, y in zip(xs, exact, strict=True)
     ]
-    error = None
+    inverse = [row[size + 1] for row in rows]  # the column of the slope, of a symmetric matrix
+    said = []
     if len(xs) > size:
         variance = sum((w * miss**2 for w, miss in zip(weights, misses, strict=True)), Fraction()) / (len(xs) - size)
-        error = math.sqrt(variance * rows[1][size + 1])
+        said.append(math.sqrt(variance * inverse[1]))
+    known = [error for error in errors if error is not None]
+    if known and len(known) == len(xs):
+        pulls = [w * sum(c * x**power for power, c in enumerate(inverse)) for w, x in zip(weights, xs, strict=True)]
+        said.append(math.hypot(*(float(pull) * error for pull, error in zip(pulls, known, strict=True))))
     residual = max((float(miss / abs(y)) for miss, y in zip(misses, exact, strict=True) if y), default=0.0)
-    return Fitted(tuple(map(float, coefficients)), error, residual)
+    return Fitted(tuple(map(float, coefficients)), max(said, default=None), residual)
 
 
 def _solve(rows: list[list[Fraction]]) -> None:
@@ -79,9 +90,11 @@ def lines_of(points: Sequence[Point]) -> tuple[Line, ...]:
         of_batch = [point for point in points if point.batch == batch]
         predicted = _predicted_slope(of_batch)
         for what, value in _MEMORY.items():
-            lines.append(_line(what, of_batch, value, predicted=predicted))
-        for what, value in _TIMES.items():
-            lines.append(_line(what, of_batch, value, relative=True, square=what == "TTFT"))
+            known = [(point.context, found) for point in of_batch if (found := value(point)) is not None]
+            lines.append(_line(what, batch, known, predicted=predicted))
+        for what, sample in _TIMES.items():
+            timed = [(point.context, times) for point in of_batch if (times := sample(point)) is not None]
+            lines.append(_time_line(what, batch, timed))
     return tuple(line for line in lines if line is not None)
 
 
@@ -91,30 +104,32 @@ _MEMORY: dict[str, _Value] = {
     "steady memory": lambda point: None if point.memory is None else point.memory.steady_bytes,
     "peak memory": lambda point: None if point.memory is None else point.memory.peak_bytes,
 }
-_TIMES: dict[str, _Value] = {
-    "TTFT": lambda point: None if point.ttft is None else point.ttft.median,
-    "TPOT": lambda point: None if point.tpot is None else point.tpot.median,
+_TIMES: dict[str, Callable[[Point], Sample | None]] = {
+    "TTFT": lambda point: point.ttft,
+    "TPOT": lambda point: point.tpot,
 }
+_HALF_INTERVAL = 1.96
+"""Standard errors in half of a 95% interval."""
+
+
+def _time_line(what: str, batch: int, samples: Sequence[tuple[int, Sample]]) -> Line | None:
+    errors = [None if sample.noise is None else sample.noise * sample.median / _HALF_INTERVAL for _, sample in samples]
+    medians = [(context, sample.median) for context, sample in samples]
+    return _line(what, batch, medians, relative=True, square=what == "TTFT", errors=errors)
 
 
 def _line(
-    what: str,
-    points: Sequence[Point],
-    value_of: _Value,
-    *,
-    relative: bool = False,
-    square: bool = False,
-    predicted: float | None = None,
-) -> Line | None:
-    found = [(point.context, value) for point in points if (value := value_of(point)) is not None]
+    what: str, batch: int, found: Sequence[tuple[int, float]], *, relative: bool = False, square: bool = False,
+    predicted: float | None = None, errors: Sequence[float | None] = (),
+) -> Line | None:  # fmt: skip
     contexts = [context for context, _ in found]
     degree = 2 if square and len(set(contexts)) >= _ENOUGH_FOR_A_SQUARE else 1
-    fit = fitted(contexts, [value for _, value in found], degree=degree, relative=relative)
+    fit = fitted(contexts, [value for _, value in found], degree=degree, relative=relative, errors=errors)
     if fit is None:
         return None
     intercept, slope, *rest = fit.coefficients
-    return Line(what, points[0].batch, intercept, slope, predicted, fit.residual, len(found),
-                curve=rest[0] if rest else None, slope_error=fit.slope_error)  # fmt: skip
+    return Line(what, batch, intercept, slope, predicted, fit.residual, len(found), curve=rest[0] if rest else None,
+                slope_error=fit.slope_error)  # fmt: skip
 
 
 def _predicted_slope(points: Sequence[Point]) -> float | None:

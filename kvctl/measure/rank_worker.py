@@ -100,14 +100,9 @@ def _run(told: Told, voice: Voice) -> tuple[str, ...]:
     """Measures; what there is to note after it."""
     import torch.distributed as dist
 
-    from kvctl.engines import TRANSFORMERS
     from kvctl.measure.hush import quiet, slow_kernels
-    from kvctl.measure.load import load
-    from kvctl.measure.machine import gpu_of, look, published
     from kvctl.measure.points import measure
-    from kvctl.measure.rates import measure_rates
-    from kvctl.measure.run import _RATE_BUDGET_S, _prompt, _settings
-    from kvctl.size import SizePlan, prepare
+    from kvctl.measure.run import ready, settings_of
 
     now = Now()
     leads = told.local_rank == 0
@@ -119,22 +114,13 @@ def _run(told: Told, voice: Voice) -> tuple[str, ...]:
     # On the CPU whatever the model runs on: what is exchanged here is small, and must not wait for a GPU's queue.
     control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     _check_alike(told, control)
-    now.doing = "loading the model"
-    dtype = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype
-    loaded = load(plan.spec, plan.wanted, dtype)
-    notes: list[str] = list(loaded.notes)
-    ids = _prompt(plan, loaded, notes)
+    # All ranks measure the hardware at once, as they run: on a CPU each gets its part of the machine.
+    model = ready(plan, now)
+    loaded = model.loaded
     facts = {"rank": told.rank, "device": loaded.device, "weights_bytes": loaded.weights_bytes}
     rows = _everywhere(facts, told.world, control)
     if leads:
-        voice.say(Loaded(_settings(plan, loaded), tuple(notes), tuple(rows)))
-    rates = None
-    if plan.limits:
-        # All ranks at once, as they run: on a CPU each gets its part of the machine.
-        now.doing = "measuring the hardware"
-        rates = measure_rates(loaded.device, _RATE_BUDGET_S)
-        if loaded.device != "cpu":
-            rates = published(rates, gpu_of(loaded.device, look().gpus))
+        voice.say(Loaded(settings_of(plan, loaded), model.notes, tuple(rows)))
 
     def done(point: Point) -> None:
         if point.error is not None:
@@ -149,7 +135,7 @@ def _run(told: Told, voice: Voice) -> tuple[str, ...]:
 
     with quiet() as said:
         # What others take of the processors is not told: here the other ranks would be among them.
-        measure(loaded.replace(line_up=line_up), plan.asked, dtype, ids, rates, now, done)
+        measure(loaded.replace(line_up=line_up), plan.asked, model.dtype, model.tokens, model.rates, now, done)
     return tuple(slow_kernels(said))
 
 

@@ -62,6 +62,7 @@ def profile_ranks(
     with tempfile.TemporaryDirectory(prefix="kvctl-ranks-", ignore_cleanup_errors=True) as folder:
         store = rdzv_endpoint or str(Path(folder) / "store")
         team = _Team(world)
+        progress.now.stage(f"starting {plural(nproc, 'rank')}")
         try:
             for local in range(nproc):
                 told = Told(plan, node_rank * nproc + local, local, nproc, nnodes, store, meeting_s)
@@ -235,6 +236,7 @@ class _Team:
             now.doing, now.step, now.steps = message.doing, message.step, message.steps
         elif isinstance(message, Loaded):
             self.loaded = message
+            now.stage("every rank has loaded its part of the model")
         elif isinstance(message, Measured):
             self.measured.append(message)
             now.last = message.point

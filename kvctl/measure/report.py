@@ -149,8 +149,10 @@ class Point(Record):
     scaled: ScaledTimes | None = None
 
     @property
-    def agrees(self) -> bool:
-        """Whether every prediction is right; what was not measured does not disagree."""
+    def agrees(self) -> bool | None:
+        """Whether every prediction is right; None where no cache was measured."""
+        if not self.cache:
+            return None
         return all(row.agrees for row in self.cache) and (self.scaled is None or self.scaled.agrees)
 
     @property
@@ -203,7 +205,8 @@ class Line(Record):
     curve: float | None = None
     """For TTFT, where at least four contexts tell it: attention grows with the square."""
     slope_error: float | None = None
-    """Standard error of the slope; None where two points leave nothing to judge by."""
+    """Standard error of the slope, by how far points lie from the line or by the noise of each, whichever says more; None
+    where neither says anything."""
 
     @property
     def unit(self) -> str:
@@ -214,12 +217,21 @@ class Line(Record):
         return self.intercept + self.slope * context + (self.curve or 0.0) * context**2
 
     @property
+    def told(self) -> bool:
+        """Whether the slope is more than noise: of times, more than two standard errors from zero."""
+        return (
+            self.unit == "bytes"
+            or self.curve is not None
+            or (self.slope_error is not None and abs(self.slope) > 2 * self.slope_error)
+        )
+
+    @property
     def ratio(self) -> float | None:
         """The slope over the predicted one."""
         return self.slope / self.predicted_slope if self.predicted_slope else None
 
     def to_dict(self) -> dict[str, Any]:
-        return _fields(self) | {"unit": self.unit, "ratio": self.ratio}
+        return _fields(self) | {"unit": self.unit, "ratio": self.ratio, "told": self.told}
 
 
 class Try(Record):
@@ -283,9 +295,12 @@ class ProfileReport(Record):
     version: str = __version__
 
     @property
-    def agrees(self) -> bool:
-        """Whether all that was measured is as predicted."""
-        return (self.engine_log is None or self.engine_log.agrees) and all(point.agrees for point in self.points)
+    def agrees(self) -> bool | None:
+        """Whether all that was measured is as predicted; None where nothing was measured that was predicted."""
+        found = [point.agrees for point in self.points if point.agrees is not None]
+        if self.engine_log is not None:
+            found.append(self.engine_log.agrees)
+        return all(found) if found else None
 
     @property
     def failed(self) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvctl.formats import DType
     from kvctl.measure.loaded import Loaded, Wanted
     from kvctl.measure.points import Asked
+    from kvctl.measure.rates import Rates
     from kvctl.spec import ModelSpec
 
 INSTALL = "pip install 'kvctl[measure]'"
@@ -41,11 +42,17 @@ class ProfilePlan(Record):
 class Now:
     """What is happening, for whoever shows it: plain attributes, read from another thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:
         self.doing = ""
         self.step = 0
         self.steps = 0
         self.last: Point | None = None
+        self._tell = tell
+
+    def stage(self, text: str) -> None:
+        """Something begins that may take long: worth a line of its own where nothing else moves."""
+        self.doing, self.step, self.steps = text, 0, 0
+        self._tell(text)
 
 
 class Progress(Record):
@@ -70,6 +77,43 @@ def need_torch() -> None:
                          hint=f"{INSTALL} (for a machine without a GPU, install torch's CPU build first)")  # fmt: skip
 
 
+class Ready(Record):
+    """A model that can be run, and what it is run with."""
+
+    loaded: Loaded
+    dtype: DType
+    tokens: Callable[[int, int], Any]
+    """Ids [batch, length] that fill a prompt."""
+    rates: Rates | None
+    """What its device can do."""
+    notes: tuple[str, ...] = ()
+
+
+def ready(plan: ProfilePlan, now: Now) -> Ready:
+    """Load the model, read the prompt, measure the hardware.
+
+    Raises:
+        KvctlError: the model cannot be loaded, or the prompt cannot be read.
+
+    """
+    from kvctl.measure.load import load
+    from kvctl.measure.machine import gpu_of, look, published
+    from kvctl.measure.rates import measure_rates
+
+    dtype = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype
+    now.stage(f"loading {plan.spec.id}")
+    loaded = load(plan.spec, plan.wanted, dtype)
+    notes = list(loaded.notes)
+    tokens = _prompt(plan, loaded, notes)
+    rates = None
+    if plan.limits:
+        now.stage("measuring the hardware")
+        rates = measure_rates(loaded.device, _RATE_BUDGET_S)
+        if loaded.device != "cpu":
+            rates = published(rates, gpu_of(loaded.device, look().gpus))
+    return Ready(loaded, dtype, tokens, rates, tuple(notes))
+
+
 def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
     """Load the model and measure every point; on Ctrl-C what is complete is in the report, which says so.
 
@@ -79,47 +123,34 @@ def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
     """
     from kvctl.measure.fits import lines_of
     from kvctl.measure.hush import quiet, slow_kernels
-    from kvctl.measure.load import load
-    from kvctl.measure.machine import gpu_of, look, published
     from kvctl.measure.points import check_lengths, measure
-    from kvctl.measure.rates import measure_rates
 
-    spec, wanted, asked = plan.spec, plan.wanted, plan.asked
-    asked_size = prepare(spec, SizePlan(TRANSFORMERS, dtype=wanted.dtype))
-    dtype = asked_size.dtype
-    check_lengths(spec, asked)
-    now = progress.now
+    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
+    check_lengths(plan.spec, plan.asked)
     points: list[Point] = []
     notes: list[str] = []
-    warnings = list(asked_size.warnings)
+    warnings = list(question.warnings)
     interrupted = False
     loaded = None
+
+    def done(point: Point) -> None:
+        points.append(point)
+        progress.done(point)
+
     try:
         _threads(notes)
-        now.doing = "loading the model"
-        loaded = load(spec, wanted, dtype)
-        notes += loaded.notes
-        ids = _prompt(plan, loaded, notes)
-        rates = None
-        if plan.limits:
-            now.doing = "measuring the hardware"
-            rates = measure_rates(loaded.device, _RATE_BUDGET_S)
-            if loaded.device != "cpu":
-                rates = published(rates, gpu_of(loaded.device, look().gpus))
-
-        def done(point: Point) -> None:
-            points.append(point)
-            progress.done(point)
-
+        model = ready(plan, progress.now)
+        loaded = model.loaded
+        notes += model.notes
         with quiet() as said:
-            others = measure(loaded, asked, dtype, ids, rates, now, done)
+            others = measure(loaded, plan.asked, model.dtype, model.tokens, model.rates, progress.now, done)
         notes += slow_kernels(said)
         if others is not None and others >= NOTICEABLE:
             warnings.append(f"other programs took {others:.0%} of the processors while times were measured: they are longer "
                             "and vary more than on an idle machine")  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    return report_of(plan, dtype, loaded).replace(
+    return report_of(plan, question.dtype, loaded).replace(
         points=tuple(points),
         lines=lines_of(points),
         notes=tuple(notes),
@@ -144,7 +175,7 @@ def report_of(plan: ProfilePlan, dtype: DType, loaded: Loaded | None) -> Profile
         engine_version=_version("transformers"),
         dtype=dtype.name,
         weights=result.weights,
-        settings=_settings(plan, loaded),
+        settings=settings_of(plan, loaded),
         environment=environment(plan.wanted.device),
     )
 
@@ -164,7 +195,8 @@ def _threads(notes: list[str]) -> None:
         torch.set_num_threads(usable)
 
 
-def _settings(plan: ProfilePlan, loaded: Loaded | None) -> dict[str, Any]:
+def settings_of(plan: ProfilePlan, loaded: Loaded | None) -> dict[str, Any]:
+    """How a model is run, as reports have it."""
     asked, wanted = plan.asked, plan.wanted
     thinned = loaded.thinned if loaded is not None else None
     attention = (

@@ -32,9 +32,10 @@ class Kept(Record):
     facts: Mapping[str, Any]
 
     @property
-    def agrees(self) -> bool:
+    def agrees(self) -> bool | None:
         """What it said of itself."""
-        return self.facts.get("agrees") is not False
+        said = self.facts.get("agrees")
+        return said if isinstance(said, bool) else None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.facts)

@@ -80,9 +80,10 @@ class LogReport(Record):
     notes: tuple[str, ...]
 
     @property
-    def agrees(self) -> bool:
-        """Whether nothing that kvctl works out differs from the log."""
-        return all(row.agrees is not False for row in self.rows)
+    def agrees(self) -> bool | None:
+        """Whether nothing that kvctl works out differs from the log; None where it has no such number."""
+        found = [row.agrees for row in self.rows if row.agrees is not None]
+        return all(found) if found else None
 
     @property
     def unexplained(self) -> tuple[LogRow, ...]:
