@@ -123,6 +123,7 @@ WHOLE_ONLY = {
     "inkling2_loop_text": "cannot be told", "longcat_flash": "cannot be told",
     "musicgen": "cannot be told",  # has as many embeddings as layers
     "zamba2": "one by one",  # its weights are tied between layers by name
+    "itt--diffusion_gemma": "one by one",  # likewise, between encoder and decoder
     "mllama": "cannot be run",  # its only cross-attention layer needs an image
 }  # fmt: skip
 

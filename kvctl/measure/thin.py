@@ -175,10 +175,7 @@ def _shorten(config: Any, total: int, kept: Sequence[int]) -> None:
     """Lists with an entry for each layer, and their number."""
     if getattr(config, "num_hidden_layers", None) != total:
         return
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == total:
-            setattr(config, name, [value[index] for index in kept])
-    # Some work such a list out from a period (jamba): a class of its own gives the one that is meant.
+    # Some work such a list out from a period (jamba) or from other lists: a class of its own gives the one that is meant.
     worked_out = {
         name: [value[index] for index in kept]
         for name in dir(type(config))
@@ -186,6 +183,9 @@ def _shorten(config: Any, total: int, kept: Sequence[int]) -> None:
         and isinstance(value := getattr(config, name, None), list)
         and len(value) == total
     }
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == total:
+            setattr(config, name, [value[index] for index in kept])
     sharing = getattr(config, "num_kv_shared_layers", None)
     if sharing:
         config.num_kv_shared_layers = sum(index >= total - sharing for index in kept)
