@@ -235,15 +235,43 @@ def read_until(text: str | None, memory_limit: str | None) -> tuple[str | None, 
     return text, None if memory_limit is None else parse_bytes(memory_limit, what="--memory-limit")
 
 
-def check_engine(name: str, *, of_transformers: dict[str, Any], of_others: dict[str, Any]) -> None:
-    """Refuses unknown engines, and options of one beside another."""
+def check_engine(
+    name: str, *, of_transformers: dict[str, Any], of_others: dict[str, Any], not_of_llama_cpp: dict[str, Any],
+    not_of_weights: dict[str, Any], random: bool,
+) -> None:  # fmt: skip
+    """Refuses unknown engines, and options that an engine would not heed.
+
+    `not_of_llama_cpp` are of engines whose models have names and dtypes; `not_of_weights` change a configuration, which
+    published weights do not follow in other engines.
+    """
     if name not in ENGINES:
         raise UsageError(f"--engine: {name[:40]!r} is not one that profile runs", hint="one of " + ", ".join(ENGINES))
-    beside = of_others if name == "transformers" else of_transformers
-    for option, value in beside.items():
+    if name == "transformers":
+        _refuse(of_others, "only for other engines, and --engine is transformers", {})
+        return
+    hints = _OWN_WORDS[name]
+    _refuse(of_transformers, f"only for transformers, and --engine is {name}", hints)
+    if name == "llama.cpp":
+        _refuse(not_of_llama_cpp, "llama.cpp runs a GGUF file as it is", hints)
+    if not random:
+        _refuse(not_of_weights, f"{name} runs the model as its file says", hints)
+
+
+def _refuse(options: dict[str, Any], why: str, hints: dict[str, str]) -> None:
+    for option, value in options.items():
         if value is not None and value is not False:
-            whose = "other engines" if name == "transformers" else "transformers"
-            raise UsageError(f"{option}: only for {whose}, and --engine is {name}", hint="leave one of them out")
+            own = hints.get(option)
+            raise UsageError(
+                f"{option}: {why}", hint=f"--engine-flags '{own}' hands its own flag on" if own else "leave it out"
+            )
+
+
+_OWN_WORDS = {
+    "llama.cpp": {"--device": "-ngl 0", "--attn": "-fa off", "--prefill-chunk": "-ub 512", "--set": "--override-kv KEY=TYPE:VALUE"},
+    "vllm": {"--tp": "--tensor-parallel-size N", "--trust-remote-code": "--trust-remote-code", "--revision": "--revision REV",
+             "--prefill-chunk": "--max-num-batched-tokens N", "--set": "--hf-overrides JSON"},
+}  # fmt: skip
+"""What stands in an engine's own words for an option that is for transformers."""
 
 
 def check_without_model(options: dict[str, Any]) -> None:
@@ -383,8 +411,4 @@ def run_other(
         contexts(ctx, spec, decode), counts(batch, "--batch"), within(decode, "--decode"), within(repeat, "--repeat"), seed,
         read_text(prompt) if prompt is not None else None, words, program, random,
     )  # fmt: skip
-
-    def told(text: str) -> None:
-        progress.now.doing = text
-
-    return run_engine(engine, spec, model, plan, ask, told)
+    return run_engine(engine, spec, model, plan, ask, progress)

@@ -30,6 +30,7 @@ from kvctl.measure.others import ADAPTERS, EngineAsk, llama_cpp, process, run, v
 from kvctl.measure.others import words as spelling
 from kvctl.measure.others.timing import Arrivals, steps
 from kvctl.measure.report import ProfileReport
+from kvctl.measure.run import Now, Progress
 from kvctl.model import build_spec
 from kvctl.size import SizePlan
 from kvctl.sources import resolve
@@ -79,8 +80,12 @@ def ask(**settings: Any) -> EngineAsk:
 def go(
     engine: str, path: Path, asked: EngineAsk, told: SizePlan | None = None, heard: list[str] | None = None
 ) -> ProfileReport:
-    progress = heard.append if heard is not None else lambda text: None
-    return run(engine, spec_of(path), str(path), told or plan(engine), asked, progress)
+    return run(engine, spec_of(path), str(path), told or plan(engine), asked, progress(heard))
+
+
+def progress(heard: list[str] | None = None) -> Progress:
+    now = Now() if heard is None else Now(heard.append)
+    return Progress(now, lambda point: None if heard is None else heard.append(f"{point.context} × {point.batch}"))
 
 
 def gone(folder: Path) -> bool:
@@ -128,7 +133,7 @@ def test_llama_server_s_own_timings_and_log(tmp_path: Path, gguf: Path) -> None:
     assert report.model is not None
     assert report.model.id == "smollm2.gguf"
     assert heard[0] == "starting llama-server"
-    assert "300 tokens × 1: run 2 of 2" in heard
+    assert heard[1:] == ["64 × 1", "300 × 1"]  # each as it was complete
     assert gone(tmp_path / "bin")
 
 
@@ -267,13 +272,14 @@ def test_a_vocabulary_that_is_not_said(tmp_path: Path, gguf: Path) -> None:
 DRIVER = """
 import sys
 from kvctl.measure.others import EngineAsk, run
+from kvctl.measure.run import Now, Progress
 from kvctl.model import build_spec
 from kvctl.size import SizePlan
 from kvctl.sources import resolve
 engine, path, program = sys.argv[1:]
 flags = ("-c", "966", "-np", "3") if engine == "llama.cpp" else ()
 ask = EngineAsk((64, 300), decode=4, repeats=1, program=program, flags=flags)
-report = run(engine, build_spec(resolve(path)), path, SizePlan(), ask, lambda text: None)
+report = run(engine, build_spec(resolve(path)), path, SizePlan(), ask, Progress(Now(), lambda point: None))
 print(report.interrupted, [(point.context, point.error) for point in report.points], report.engine_log.agrees)
 """
 
@@ -359,6 +365,10 @@ def test_no_vllm(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "pip install vllm" in failure.value.hint
     with pytest.raises(UsageError, match="has no vLLM"):
         go("vllm", folder, ask(program=str(vllm_python(tmp_path / "bin", "none"))))
+    with pytest.raises(UsageError, match="has no vLLM"):
+        go("vllm", folder, ask(program=str(vllm_python(tmp_path / "bin", "endless"))))
+    with pytest.raises(UsageError, match="has no vLLM"):
+        go("vllm", folder, ask(program="/bin/true"))
     with pytest.raises(UsageError, match="there is no Python that can be run"):
         go("vllm", folder, ask(program=str(folder / "config.json")))
 
@@ -370,7 +380,7 @@ def test_llama_cpp_runs_gguf_files_alone(tmp_path: Path, gguf: Path, what: str) 
         what
     ]
     with pytest.raises(UsageError, match=r"llama\.cpp runs a GGUF file") as failure:
-        run("llama.cpp", spec_of(gguf), path, plan("llama.cpp"), ask(), lambda text: None)
+        run("llama.cpp", spec_of(gguf), path, plan("llama.cpp"), ask(), progress())
     if what == "folder":
         assert failure.value.hint == "name one in it: smollm2.gguf, text.gguf"
 

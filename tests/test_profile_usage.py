@@ -124,6 +124,21 @@ def test_what_only_transformers_has(profile: Run, argv: list[str]) -> None:
     assert outcome.code == 2
 
 
+@pytest.mark.parametrize(("engine", "argv", "hint"), [
+    ("vllm", ["--tp", "2"], "--engine-flags '--tensor-parallel-size N' hands its own flag on"),
+    ("vllm", ["--set", "num_hidden_layers=2"], "--engine-flags '--hf-overrides JSON' hands its own flag on"),
+    ("vllm", ["--revision", "main"], "--engine-flags '--revision REV' hands its own flag on"),
+    ("llama.cpp", ["--set", "num_hidden_layers=2"], "--override-kv"),
+    ("llama.cpp", ["--weights", "random"], "leave it out"),
+    ("llama.cpp", ["--dtype", "bf16"], "leave it out"),
+    ("llama.cpp", ["--source", "hub"], "leave it out"),
+], ids=str)  # fmt: skip
+def test_what_an_engine_would_not_heed(profile: Run, engine: str, argv: list[str], hint: str) -> None:
+    outcome = profile("model.gguf", "--engine", engine, *argv)
+    assert hint in one_line(outcome)
+    assert outcome.code == 2
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", '{"schema": "kvctl.size/1"}', '{"schema": "kvctl.profile/2"}', '{"schema": "kvctl.profile/1"}'],

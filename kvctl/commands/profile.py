@@ -295,9 +295,12 @@ def profile(
         engine,
         of_transformers={"--layers": layers, "--tp": tp > 1, "--until-oom": until_oom, "--device-map": device_map, "--attn": attention,
                          "--prefill-chunk": prefill_chunk, "--trust-remote-code": trust_remote_code, "--device": device != "auto",
-                         "--encoder-tokens": encoder_tokens},
+                         "--encoder-tokens": encoder_tokens, "--source": source, "--revision": revision},
         of_others={"--kv-dtype": kv_dtype != "auto", "--k-dtype": k_dtype != "auto", "--v-dtype": v_dtype != "auto",
                    "--engine-path": engine_path, "--engine-flags": engine_flags, **{item.spelling: True for item in context.obj or ()}},
+        not_of_llama_cpp={"--weights random": weights == "random", "--dtype": dtype != "auto"},
+        not_of_weights={"--set": set_},
+        random=weights == "random",
     )  # fmt: skip
     if model is None:
         own.check_without_model({

@@ -49,9 +49,13 @@ class Now:
         self.last: Point | None = None
         self._tell = tell
 
+    def say(self, text: str) -> None:
+        """What goes on now."""
+        self.doing, self.step, self.steps = text, 0, 0
+
     def stage(self, text: str) -> None:
         """Something begins that may take long: worth a line of its own where nothing else moves."""
-        self.doing, self.step, self.steps = text, 0, 0
+        self.say(text)
         self._tell(text)
 
 

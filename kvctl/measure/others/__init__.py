@@ -12,6 +12,7 @@ from typing import cast
 from kvctl.errors import UsageError
 from kvctl.measure.others.ask import EngineAsk
 from kvctl.measure.report import ProfileReport
+from kvctl.measure.run import Progress
 from kvctl.size import SizePlan
 from kvctl.spec import ModelSpec
 
@@ -20,16 +21,14 @@ ADAPTERS = {"llama.cpp": ".llama_cpp", "vllm": ".vllm_engine"}
 
 __all__ = ["ADAPTERS", "EngineAsk", "run"]
 
-_Run = Callable[[ModelSpec, str, SizePlan, EngineAsk, Callable[[str], None]], ProfileReport]
+_Run = Callable[[ModelSpec, str, SizePlan, EngineAsk, Progress], ProfileReport]
 
 
-def run(
-    engine: str, spec: ModelSpec, path: str, plan: SizePlan, ask: EngineAsk, progress: Callable[[str], None]
-) -> ProfileReport:
+def run(engine: str, spec: ModelSpec, path: str, plan: SizePlan, ask: EngineAsk, progress: Progress) -> ProfileReport:
     """Start `engine` with the model at `path` (a GGUF file for llama.cpp; a folder or a name for vLLM) and measure.
 
     `plan` has the formats and the serving that the engine is started with; they and `ask.flags` become its own flags.
-    `progress` is told on one line what happens. Where it is interrupted while it measures, the report has what there is.
+    Where it is interrupted while it measures, the report has what there is.
 
     Raises:
         UsageError: no adapter for the engine, a setting that it does not know, a model that it cannot run.

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvctl.ask import ask_log
 from kvctl.errors import KvctlError
+from kvctl.measure.environment import environment
 from kvctl.measure.others.ask import EngineAsk
 from kvctl.measure.others.process import telling
 from kvctl.measure.others.words import planned
@@ -98,13 +99,20 @@ def report(
             "decode": ask.decode, "repeat": ask.repeats, "seed": ask.seed,
             "prompt": "random tokens" if ask.prompt is None else "text", **ran.settings,
         },
-        environment=dict(ran.environment),
+        environment=_where(ran),
         points=ran.points,
         engine_log=beside,
         notes=tuple(dict.fromkeys(notes)),
         warnings=tuple(f"{point.context:,} tokens × {point.batch:,}: {point.error}" for point in failed),
         interrupted=ran.interrupted,
     )  # fmt: skip
+
+
+def _where(ran: Ran) -> dict[str, Any]:
+    """The machine, and the engine's own words; the packages of this Python did not run the model."""
+    return {name: value for name, value in environment().items() if name not in ("packages", "torch")} | dict(
+        ran.environment
+    )
 
 
 def refused(

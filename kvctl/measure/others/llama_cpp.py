@@ -26,10 +26,11 @@ from kvctl.errors import KvctlError, UsageError
 from kvctl.measure.others import beside
 from kvctl.measure.others import http as server
 from kvctl.measure.others.ask import EngineAsk, not_found
-from kvctl.measure.others.process import Child, Progress
+from kvctl.measure.others.process import Child
 from kvctl.measure.others.timing import steps
 from kvctl.measure.others.words import formats, planned, spelled
 from kvctl.measure.report import Point, ProfileReport
+from kvctl.measure.run import Progress
 from kvctl.record import Record
 from kvctl.size import SizePlan
 from kvctl.spec import ModelSpec
@@ -112,7 +113,7 @@ def find(program: str | None, name: str = PROGRAM) -> Path:
         KvctlError: it is nowhere.
 
     """
-    for told, what in ((program, "the program"), (os.environ.get(VARIABLE), VARIABLE)):
+    for told, what in ((program, "--engine-path"), (os.environ.get(VARIABLE), VARIABLE)):
         if told:
             found = _within(Path(told).expanduser(), name)
             if found is None:
@@ -244,10 +245,10 @@ def _serving(
         port = _free_port()
         words = [str(program), "--host", "127.0.0.1", "--port", str(port), *start.words]
         with Child(PROGRAM, words, log, env) as child:
-            progress("starting llama-server")
+            progress.now.stage("starting llama-server")
             try:
                 child.wait_for(
-                    partial(_healthy, port), ask.start_limit_s, progress, "llama-server is loading the model"
+                    partial(_healthy, port), ask.start_limit_s, progress.now.say, "llama-server is loading the model"
                 )
             except KvctlError as error:
                 if attempt < _TRIES and not child.running and any(mark in error.message for mark in _UNBOUND):
@@ -291,7 +292,7 @@ def _points(running: _Server, ask: EngineAsk, start: _Start, progress: Progress)
                     told = f"{context:,} tokens × {batch:,}: " + (
                         f"run {repeat + 1} of {ask.repeats}" if repeat >= 0 else "warm-up"
                     )
-                    progress(told)
+                    progress.now.say(told)
                     count = ask.steps(context, batch, start.batch_tokens) if repeat >= 0 else 1
                     first, found = _pass(running, [prompts(context) for _ in range(batch)], count)
                     if repeat >= 0:
@@ -299,6 +300,7 @@ def _points(running: _Server, ask: EngineAsk, start: _Start, progress: Progress)
             except KvctlError as failure:
                 error = failure.message
             points.append(times.point(context, batch, ask.decode, error))
+            progress.done(points[-1])
             if error is not None and not running.child.running:
                 break
     except KeyboardInterrupt:

