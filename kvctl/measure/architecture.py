@@ -16,14 +16,19 @@ _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelF
                  "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")  # fmt: skip
 
 
-def config_of(spec: ModelSpec, *, without: tuple[str, ...] = (), text_only: bool = False) -> Any:
-    """transformers' own configuration object from what kvctl read."""
+def config_of(spec: ModelSpec, *, without: tuple[str, ...] = (), text_only: bool = False, random: bool = False) -> Any:
+    """transformers' own configuration object from what kvctl read; `random`: for weights that are made up.
+
+    Raises:
+        ConfigError: transformers does not know the type, or does not take the configuration.
+
+    """
     from transformers import CONFIG_MAPPING
 
     facts = {key: value for key, value in plain(spec.config).items() if key not in without}
     name = facts.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        raise unknown_type(spec, str(name))
+        raise unknown_type(spec, str(name), random=random)
     try:
         config = CONFIG_MAPPING[name].from_dict({key: value for key, value in facts.items() if value is not None})
     except Exception as error:

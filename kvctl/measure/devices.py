@@ -117,14 +117,17 @@ def located(loaded: Loaded, wanted: Wanted) -> Loaded:
 
 
 def synchronizer(devices: tuple[str, ...]) -> Callable[[], None]:
-    """Waits for all that was asked of the CUDA devices among these."""
+    """Waits for all that was asked of the GPUs among these."""
     import torch
 
     cuda = [device for device in devices if device.startswith("cuda")]
+    mps = any(device.startswith("mps") for device in devices)
 
     def wait() -> None:
         for device in cuda:
             torch.cuda.synchronize(device)
+        if mps:
+            torch.mps.synchronize()
 
     return wait
 

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from kvctl.spec import ModelSpec
 
 
-def unknown_type(spec: ModelSpec, name: str) -> ConfigError:
+def unknown_type(spec: ModelSpec, name: str, *, random: bool) -> ConfigError:
     import transformers
 
+    if random and spec.config.get("auto_map"):
+        return ConfigError(f"{spec.id}: random weights are given to transformers' own classes, and {name[:60]!r} is none of its types",
+                           hint="its own weights run with --trust-remote-code, if you have read its code and trust it")  # fmt: skip
     if spec.config.get("auto_map"):
         return ConfigError(f"{spec.id} runs code from its repository ({name[:60]!r} is no type of transformers), "
                            "and that is not done unasked",
@@ -55,6 +58,8 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     name = type(error).__name__
     said = lines[0] if lines else name
+    if said.endswith(":") and len(lines) > 1:  # what is wrong stands on the next
+        said = f"{said} {lines[1]}"
     if isinstance(error, KeyError):
         said = f"{name}: {said}"
     return "".join(letter for letter in said if letter.isprintable())[:300]

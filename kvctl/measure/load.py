@@ -51,4 +51,5 @@ def load(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loaded:
     # Out of the handler, which would keep what was loaded so far.
     give_back()
     raise OutOfMemoryError(f"{spec.id}: its weights do not fit into the memory of {wanted.device}: {full}",
-                           hint="--layers with --weights random runs a few layers of it; --dtype bf16 halves fp32")  # fmt: skip
+                           hint="fewer --layers, or --dtype bf16, which halves fp32" if wanted.layers is not None
+                           else "--layers with --weights random runs a few layers of it; --dtype bf16 halves fp32")  # fmt: skip

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from kvctl.errors import KvctlError
+from kvctl.measure.devices import synchronizer
 from kvctl.record import Record
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
@@ -44,7 +45,7 @@ class Passes:
         decoder = model.config.get_text_config(decoder=True)
         self._codebooks = getattr(decoder, "num_codebooks", None) if _of(model, "musicgen") else None
         self._channels = getattr(decoder, "num_channels", None) if _of(model, "dia") else None
-        self.synchronize = _synchronizer(device)
+        self.synchronize = synchronizer((device,))
         self.line_up: Callable[[], None] = lambda: None
         """Called before a run is timed: waits for other ranks, where there are any."""
 
@@ -162,16 +163,6 @@ def _default_cache(model: Any) -> bool:
     """Whether generate() would make a DynamicCache for this model."""
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     return bool(supports()) if supports is not None else False
-
-
-def _synchronizer(device: str) -> Callable[[], None]:
-    import torch
-
-    if device.startswith("cuda"):
-        return lambda: torch.cuda.synchronize(device)
-    if device.startswith("mps"):
-        return lambda: torch.mps.synchronize()
-    return lambda: None
 
 
 def random_ids(vocabulary: int, batch: int, length: int, seed: int) -> Any:

@@ -11,7 +11,7 @@ from kvctl.errors import KvctlError, SourceError, UsageError
 from kvctl.measure.architecture import architecture, class_of, config_of, torch_dtype
 from kvctl.measure.checkpoint import check_folder, check_gguf
 from kvctl.measure.devices import located
-from kvctl.measure.faults import ON_HUB, cannot_load, unknown_type
+from kvctl.measure.faults import ON_HUB, cannot_load
 from kvctl.measure.loaded import Loaded, Wanted, weights_bytes
 from kvctl.measure.memory import is_out_of_memory
 
@@ -28,7 +28,6 @@ def with_published_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loa
     if spec.provenance.source in ON_HUB:
         told["revision"] = wanted.revision or spec.provenance.revision
     if gguf_file is None:
-        _check_remote_code(spec, wanted)
         config = config_of(spec) if not wanted.trust_remote_code else _remote_config(spec, where, told)
         model_class: Any = transformers.AutoModelForCausalLM
         if not wanted.trust_remote_code:
@@ -139,10 +138,3 @@ def _check_loaded(spec: ModelSpec, info: Mapping[str, Any]) -> None:
 
 def _shape(sizes: Any) -> str:
     return " × ".join(map(str, sizes)) or "1"
-
-
-def _check_remote_code(spec: ModelSpec, wanted: Wanted) -> None:
-    from transformers import CONFIG_MAPPING
-
-    if spec.config.get("model_type") not in CONFIG_MAPPING and not wanted.trust_remote_code:
-        raise unknown_type(spec, str(spec.config.get("model_type")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import KvctlError, UsageError
+from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.measure.architecture import architecture, class_of, config_of, torch_dtype
 from kvctl.measure.devices import dispatch, located, place_of, placed_by
 from kvctl.measure.faults import cannot_build
@@ -29,7 +29,12 @@ def with_random_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loaded
     if spec.provenance.source == "shape":
         raise UsageError("a bare shape is no model that can run", hint="name a model, for example Qwen3-8B")
     spec = _completed(spec)
-    config = config_of(spec, without=("quantization_config",), text_only=wanted.layers is not None)
+    if not spec.layers:
+        raise ConfigError(f"{spec.id} has no layers: nothing of it can run")
+    config = config_of(spec, without=("quantization_config",), text_only=wanted.layers is not None, random=True)
+    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if isinstance(vocabulary, int) and vocabulary < 1:
+        raise ConfigError(f"{spec.id}: vocab_size is {vocabulary}: there is no token to run")
     model_class = class_of(config, architecture(spec, config))
     try:
         with torch.device("meta"):
@@ -43,6 +48,8 @@ def with_random_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loaded
     if wanted.layers is not None:
         thinned = thin(model, spec, wanted.layers)
         spec = thinned.spec
+        if len(thinned.kept) == sum(thinned.counts):
+            notes += (f"--layers {wanted.layers:,}: the model has no more, and all of them run",)
     ranks = wanted.tensor_parallel
     seed = wanted.seed + (shard(model, spec, ranks) if ranks > 1 else 0)
     placed = placed_by(model, wanted)

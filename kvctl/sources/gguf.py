@@ -97,6 +97,8 @@ def found(headers: list[Header], parts: int, name: str, where: str, provenance: 
     vocabulary = max(part.vocabulary for part in headers)
     if vocabulary and "vocab_size" not in config:
         config["vocab_size"] = vocabulary
+    if vocabulary and not missing:
+        config["tie_word_embeddings"] = not any(part.head for part in headers)
     return Found(name, config, provenance, weights, notes)
 
 
