@@ -23,6 +23,8 @@ FP16 = DType("fp16", 2)
 INT64 = DType("int64", 8)
 
 MODEL_DTYPES = (FP32, BF16, FP16)
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What torch calls the model dtypes."""
 
 _DTYPE_ALIASES = {
     "fp32": FP32, "float32": FP32, "float": FP32, "f32": FP32,

@@ -124,7 +124,6 @@ WHOLE_ONLY = {
     "musicgen": "cannot be told",  # has as many embeddings as layers
     "zamba2": "one by one",  # its weights are tied between layers by name
     "itt--diffusion_gemma": "one by one",  # likewise, between encoder and decoder
-    "mllama": "cannot be run",  # its only cross-attention layer needs an image
 }  # fmt: skip
 
 

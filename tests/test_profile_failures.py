@@ -144,7 +144,7 @@ def test_missing_and_misshapen_tensors(make: Make) -> None:
     (lambda data: data[: len(data) // 2], "bytes"),
     (lambda data: data[:-1], "bytes"),
     (lambda data: data[:100], "ends after 100 bytes, within its header"),
-    (lambda _: b"", "no valid safetensors header"),
+    (lambda _: b"", "model.safetensors is empty"),
     (lambda _: b"\xff" * 1000, "no valid safetensors header"),
     (lambda data: data[:8] + b"\x00" * 50 + data[58:], "no valid safetensors header"),
     (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer"),
@@ -216,6 +216,46 @@ class Evil:
         return open, ("ran", "w")
 
 
+def test_damaged_bin_weights(make: Make) -> None:
+    folder = make()
+    file, index = folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"
+    index.write_text("nonsense")
+    refused(folder, SourceError, "its index of weights is damaged", "again")
+    index.write_text('{"weight_map": {"a": "gone.bin"}}')
+    refused(folder, SourceError, "gone.bin is not there", "again")
+    file.mkdir()
+    refused(folder, SourceError, "pytorch_model.bin is a folder", "again")
+    file.rmdir()
+    os.symlink(file.name, file)
+    refused(folder, SourceError, "pytorch_model.bin is a link to itself", "again")
+    file.unlink()
+    file.write_bytes(b"")
+    refused(folder, SourceError, "pytorch_model.bin is empty", "again")
+    torch.save(weights(), file)
+    assert run(folder).agrees
+    file.write_bytes(file.read_bytes()[:5000])
+    refused(folder, SourceError, "pytorch_model.bin is cut short", "again")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_what_is_no_file(make: Make) -> None:
+    """Nothing is waited for."""
+    folder = make()
+    file = folder / "model.safetensors"
+    for put, words in ((file.mkdir, "is a folder"), (lambda: os.mkfifo(file), "is no regular file"),
+                       (lambda: os.symlink(file.name, file), "is a link to itself")):  # fmt: skip
+        put()
+        refused(folder, SourceError, words, "again")
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_weights_that_may_not_be_read(make: Make) -> None:
+    folder = make(tensors=weights())
+    (folder / "model.safetensors").chmod(0)
+    refused(folder, SourceError, "permission denied", "make it readable")
+
+
 def test_pickled_weights_that_would_run_code(make: Make, tmp_path: Path) -> None:
     folder = make()
     torch.save({UP: Evil()}, folder / "pytorch_model.bin")
@@ -235,8 +275,16 @@ def test_pickled_weights_that_would_run_code(make: Make, tmp_path: Path) -> None
     ({"architectures": ["Trainer"]}, ConfigError, "does not generate text"),
     ({"hidden_act": "nope"}, SourceError, "cannot load it: KeyError: 'nope'"),
     ({"rope_scaling": {"rope_type": "nope", "factor": 2.0}}, SourceError, "KeyError: 'nope'"),
-    ({"quantization_config": []}, ConfigError, "cannot build it"),
-    ({"vocab_size": 0}, SourceError, "has other shapes for 2"),
+    ({"quantization_config": []}, ConfigError, "quantization_config is '[]', not an object"),
+    ({"vocab_size": 0}, ConfigError, "vocab_size is 0, and has to be at least 1"),
+    ({"vocab_size": -5}, ConfigError, "vocab_size is -5, and has to be at least 1"),
+    ({"num_hidden_layers": 0}, ConfigError, "num_hidden_layers is 0, and has to be at least 1"),
+    ({"hidden_size": 0}, ConfigError, "hidden_size is 0, and has to be at least 1"),
+    ({"head_dim": 0}, ConfigError, "head_dim is 0, and has to be at least 1"),
+    ({"head_dim": 7}, ConfigError, "RoPE requires an even rotary dimension"),
+    ({"hidden_size": "32"}, ConfigError, "Field 'hidden_size' expected int, got str (value: '32')"),
+    ({"vocab_size": float("inf")}, ConfigError, "Field 'vocab_size' expected int, got float (value: inf)"),
+    ({"initializer_range": float("nan")}, ConfigError, "initializer_range: Value must be greater"),
 ])  # fmt: skip
 def test_broken_configurations(make: Make, config: dict[str, Any], kind: type[KvctlError], words: str) -> None:
     refused(make(config, weights()), kind, words, wanted=Wanted())
@@ -277,9 +325,38 @@ def test_code_from_a_repository_never_runs_unasked(make: Make, tmp_path: Path, m
     else:
         refused(folder, ConfigError, "runs code from its repository", "--trust-remote-code", wanted)
     assert not mark.exists()
-    if not random:
-        assert run(folder, Wanted(dtype=FP32, trust_remote_code=True)).agrees
-        assert mark.exists()
+    trusted = Wanted(random=random, dtype=FP32, trust_remote_code=True)
+    assert run(folder, trusted).agrees
+    assert mark.exists()
+    if random:
+        thinned = run(folder, trusted.replace(layers=1)).settings
+        assert (thinned["layers_kept"], thinned["layers_of_kind"]) == ([0], [2])
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize(("named", "code", "words"), [
+    ([1], "", "auto_map names no classes"),
+    ({"AutoConfig": 5}, "", "auto_map names '5', which is no class of a file"),
+    ({"AutoConfig": "code.Config"}, None, "its code, code.py, is not there"),
+    ({"AutoConfig": "code.Config"}, "def (", "SyntaxError"),
+    ({"AutoConfig": "code.Config"}, "raise RuntimeError('first\\nsecond')", "cannot be run: RuntimeError: first"),
+    ({"AutoConfig": "code.Config"}, "import sys\nsys.exit(0)", "ends the program"),
+    ({"AutoConfig": "code.Config"}, "import nosuchpackage", "nosuchpackage"),
+    ({"AutoConfig": "code.Config"}, "", "has no attribute 'Config'"),
+    (None, "", "does not know the type 'mine'"),
+])  # fmt: skip
+def test_trusted_code_that_does_not_run(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: Any, code: str | None,
+                                        words: str, random: bool) -> None:  # fmt: skip
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = make({"model_type": "mine", "auto_map": named}, weights())
+    if code is not None:
+        (folder / "code.py").write_text(code)
+    refused(folder, ConfigError, words, "", Wanted(random=random, dtype=FP32, trust_remote_code=True))
+
+
+def test_more_layers_than_there_are(make: Make) -> None:
+    report = run(make(), Wanted(random=True, dtype=FP32, layers=50))
+    assert "--layers 50: the model has no more, and all of them run" in report.notes
 
 
 @pytest.mark.parametrize(("method", "facts"), [
@@ -329,7 +406,8 @@ def test_gguf_files_that_cannot_be_run(tmp_path: Path) -> None:
     refused(file, ConfigError, "")
 
 
-def test_a_gguf_file_that_was_cut_off(tmp_path: Path) -> None:
+def small_gguf(tmp_path: Path, *more: str) -> Path:
+    """A file with the tokens' embeddings, and `more` tensors of their shape."""
     gguf = pytest.importorskip("gguf")
     import numpy
 
@@ -339,13 +417,30 @@ def test_a_gguf_file_that_was_cut_off(tmp_path: Path) -> None:
                         ("attention.head_count", 4), ("attention.head_count_kv", 2), ("vocab_size", 64)):  # fmt: skip
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_tensor("token_embd.weight", numpy.zeros((64, 32), dtype=numpy.float32))
+    for name in ("token_embd.weight", *more):
+        writer.add_tensor(name, numpy.zeros((64, 32), dtype=numpy.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    file.write_bytes(file.read_bytes()[: -64 * 32 * 2])
-    refused(file, SourceError, "", "download it again")
+    return file
+
+
+def test_a_gguf_file_that_was_cut_off(tmp_path: Path) -> None:
+    file = small_gguf(tmp_path)
+    whole = file.read_bytes()
+    for cut in (1, 64 * 32 * 2):  # its one tensor has 64 × 32 × 4 bytes, which need no padding
+        file.write_bytes(whole[:-cut])
+        refused(file, SourceError, f"ends after {len(whole) - cut:,} bytes, before its tensors do", "download it again")
+
+
+def test_the_head_of_a_gguf_file(tmp_path: Path) -> None:
+    """Without a tensor of its own it is the embeddings: 64 × 32 parameters fewer are built."""
+    weights = [
+        run(small_gguf(tmp_path, *more), Wanted(random=True, dtype=FP32)).settings["weights_bytes"]
+        for more in ((), ("output.weight",))
+    ]
+    assert weights[1] - weights[0] == 64 * 32 * 4
 
 
 # -- numbers ------------------------------------------------------------------------------------------
@@ -418,6 +513,18 @@ def test_a_model_that_needs_images() -> None:
     refused(spec_of(config), ConfigError, "generate", wanted=Wanted(random=True, dtype=FP32))
 
 
+def test_layers_that_need_an_image_are_left_out_on_text() -> None:
+    """Mllama passes over cross attention without one, whichever places its layers have among those that are kept."""
+    text = {"model_type": "mllama_text_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "cross_attention_layers": [2, 3],
+            "max_position_embeddings": 128, "rope_scaling": {"rope_type": "default"}}  # fmt: skip
+    spec = spec_of({"model_type": "mllama", "text_config": text})
+    report = run(spec, Wanted(random=True, dtype=FP32, layers=1), encoder_tokens=0)
+    assert (report.settings["layers_kept"], report.settings["layers_of_kind"]) == ([0, 2], [2, 2])
+    # keys and values × 2 heads of 8 × 4 bytes × tokens, of the one layer that attends to the text
+    assert [row.logical_bytes for row in report.points[0].cache] == [2 * 2 * 8 * 4 * 8, 2 * 2 * 8 * 4 * 10]
+
+
 def test_a_model_that_fails_in_its_pass(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
@@ -466,6 +573,17 @@ def test_out_of_memory_in_loading() -> None:
     )  # fmt: skip
     assert said.startswith("model: its weights do not fit into the memory of cpu: ")
     assert issubclass(OutOfMemoryError, KvctlError)
+
+
+@linux
+def test_out_of_memory_with_few_layers() -> None:
+    """What was done already is not advised again."""
+    said = limited(
+        "limit(100)\ntry: t.run(t.spec_of(big), t.Wanted(random=True, layers=1, dtype=t.FP32))\n"
+        "except t.OutOfMemoryError as error: print(error.hint)",
+        hidden_size=2048, intermediate_size=16384,
+    )  # fmt: skip
+    assert said.startswith("fewer --layers")
 
 
 @linux

@@ -6,34 +6,58 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError
+from kvctl.formats import TORCH_NAMES
 from kvctl.measure.faults import cannot_build, unknown_type
+from kvctl.measure.remote import brought
 
 if TYPE_CHECKING:
     from kvctl.formats import DType
+    from kvctl.measure.loaded import Wanted
     from kvctl.spec import ModelSpec
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForImageTextToText",
                  "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")  # fmt: skip
 
 
-def config_of(spec: ModelSpec, *, without: tuple[str, ...] = (), text_only: bool = False, random: bool = False) -> Any:
-    """transformers' own configuration object from what kvctl read; `random`: for weights that are made up.
+def config_of(spec: ModelSpec, wanted: Wanted, *, without: tuple[str, ...] = (), text_only: bool = False) -> Any:
+    """transformers' own configuration object from what kvctl read, or that of the repository's code, if it is trusted.
 
     Raises:
-        ConfigError: transformers does not know the type, or does not take the configuration.
+        ConfigError: transformers does not know the type, or it cannot be made of what the configuration says.
 
     """
     from transformers import CONFIG_MAPPING
 
     facts = {key: value for key, value in plain(spec.config).items() if key not in without}
     name = facts.get("model_type")
-    if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        raise unknown_type(spec, str(name), random=random)
+    made_by = brought(spec, wanted, ("AutoConfig",))
+    if made_by is None:
+        if not isinstance(name, str) or name not in CONFIG_MAPPING:
+            raise unknown_type(spec, str(name), trusted=wanted.trust_remote_code)
+        made_by = CONFIG_MAPPING[name]
+    quantized = facts.get("quantization_config")
+    if quantized is not None and not isinstance(quantized, Mapping):
+        raise ConfigError(f"{spec.id}: quantization_config is {str(quantized)[:40]!r}, not an object",
+                          hint="--weights random leaves it out")  # fmt: skip
     try:
-        config = CONFIG_MAPPING[name].from_dict({key: value for key, value in facts.items() if value is not None})
+        config = made_by.from_dict({key: value for key, value in facts.items() if value is not None})
     except Exception as error:
         raise cannot_build(spec, error) from None
-    return _text_part(config) if text_only else config
+    config = _text_part(config) if text_only else config
+    _check_sizes(spec, config)
+    return config
+
+
+def _check_sizes(spec: ModelSpec, config: Any) -> None:
+    """Refuses widths and counts that no model has: torch builds some of them, and fails later or runs nothing."""
+    part = config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size", "head_dim"):
+        value = getattr(part, name, None)
+        if isinstance(value, int) and value < 1:
+            stored = getattr(part, "attribute_map", {}).get(name, name)
+            raise ConfigError(
+                f"{spec.id}: {stored} is {value}, and has to be at least 1", hint="correct its config.json"
+            )
 
 
 def _text_part(config: Any) -> Any:
@@ -44,30 +68,36 @@ def _text_part(config: Any) -> Any:
     return config if _generating(part) is None else part
 
 
-def architecture(spec: ModelSpec, config: Any) -> str | None:
+def _architecture(spec: ModelSpec, config: Any) -> str | None:
     """The class that the configuration names, if it is the one of this object (and not of what it is a part of)."""
     named = spec.config.get("architectures")
     own = config.model_type == spec.config.get("model_type")
     return named[0] if own and isinstance(named, (list, tuple)) and named and isinstance(named[0], str) else None
 
 
-def class_of(config: Any, named: str | None) -> Any:
-    """The class that generates: the one that is named, else the one that transformers has for the type."""
+def class_of(spec: ModelSpec, wanted: Wanted, config: Any) -> Any:
+    """The class that generates: the repository's own, if that is trusted; the one that is named; else the one that
+    transformers has for the type."""
     import transformers
 
+    own = brought(spec, wanted, _AUTO_CLASSES)
+    if own is not None:
+        return own
+    named = _architecture(spec, config)
     found = getattr(transformers, named, None) if named else None
     made_for = getattr(found, "config_class", None)
     if made_for is not None and not isinstance(config, made_for):
         found = None  # of another type: what the type says counts, as for transformers' own auto classes
     if found is not None and hasattr(found, "forward") and found.can_generate():
         return found
-    if found is not None and not named.endswith("Model"):  # type: ignore[union-attr]
+    if found is not None and named is not None and not named.endswith("Model"):
         raise ConfigError(f"{named} does not generate text", hint="profile runs models that predict the next token")
     known = _generating(config)
     if known is not None:
         return known
     raise ConfigError(
-        f"transformers {transformers.__version__} has no class that generates text for {config.model_type}"
+        f"transformers {transformers.__version__} has no class that generates text for {config.model_type}",
+        hint="profile runs models that predict the next token",
     )
 
 
@@ -89,7 +119,7 @@ def torch_dtype(dtype: DType) -> Any:
     """torch's own object for one of the model dtypes."""
     import torch
 
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype.name]
+    return getattr(torch, TORCH_NAMES[dtype.name])
 
 
 def plain(value: Any) -> Any:

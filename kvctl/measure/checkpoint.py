@@ -5,13 +5,19 @@ What transformers itself says of either does not help.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import zipfile
 from pathlib import Path
 
 from kvctl.errors import ConfigError, KvctlError, SourceError
-from kvctl.sources import jsonfile, safetensors
+from kvctl.sources import gguf, jsonfile, safetensors
 
 _SINGLE, _BIN = "model.safetensors", "pytorch_model.bin"
+_BIN_INDEX = f"{_BIN}.index.json"
+_ZIP = b"PK\x03\x04"
+"""How files of torch.save begin, which are zip archives."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _AGAIN = "download it again"
 _RANDOM = "--weights random builds the model from its configuration alone"
@@ -25,43 +31,76 @@ def check_folder(folder: Path) -> None:
 
     """
     where = jsonfile.plain(str(folder))
-    files = []
     if os.path.lexists(folder / _SINGLE):
         files = [_SINGLE]
     elif os.path.lexists(folder / safetensors.INDEX):
-        try:
-            index = jsonfile.read_file(folder / safetensors.INDEX, limit=safetensors.INDEX_LIMIT)
-            files = safetensors.index_files(index)
-        except KvctlError as error:
-            raise SourceError(f"{where}: its index of weights is damaged: {error.message}", hint=_AGAIN) from None
-    elif not any((folder / name).is_file() for name in (_BIN, f"{_BIN}.index.json")):
+        files = _indexed(folder / safetensors.INDEX)
+    elif os.path.lexists(folder / _BIN):
+        files = [_BIN]
+    elif os.path.lexists(folder / _BIN_INDEX):
+        files = _indexed(folder / _BIN_INDEX)
+    else:
         raise _none(folder, where)
-    missing = [name for name in files if not (folder / name).is_file()]
+    missing = [(name, what) for name in files if (what := _absent(folder / name)) is not None]
     if missing:
-        what = "is a link to a file that is gone" if os.path.islink(folder / missing[0]) else "is not there"
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SourceError(f"{where}: {jsonfile.plain(missing[0])} {what}{more}", hint=_AGAIN)
+        (name, what), more = missing[0], f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SourceError(f"{where}: {jsonfile.plain(name)} {what}{more}", hint=_AGAIN)
     for name in files:
         _check_file(folder / name)
 
 
+def _indexed(path: Path) -> list[str]:
+    """The files that an index of weights names."""
+    try:
+        return safetensors.index_files(jsonfile.read_file(path, limit=safetensors.INDEX_LIMIT))
+    except KvctlError as error:
+        where = jsonfile.plain(str(path.parent))
+        raise SourceError(f"{where}: its index of weights is damaged: {error.message}", hint=_AGAIN) from None
+
+
+def _absent(path: Path) -> str | None:
+    """Why there is no regular file at a path; None where there is one."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if path.is_symlink():
+            return "is a link to itself" if error.errno == errno.ELOOP else "is a link to a file that is gone"
+        return "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    if stat.S_ISREG(mode):
+        return None
+    return "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+
+
 def _check_file(path: Path) -> None:
-    """A file's header, and whether all that it lists is there: tensors lie one behind the other (format's own rule)."""
+    """Refuses a file that is empty, a pointer, or not all there."""
     where = jsonfile.plain(str(path))
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(len(_POINTER))
+        if not size:
+            raise SourceError(f"{where} is empty", hint=_AGAIN)
         if start == _POINTER:
             raise SourceError(f"{where} is a Git LFS pointer, not the weights", hint="git lfs pull fetches them")
-        header = 8 + int.from_bytes(start[:8], "little")
-        size = path.stat().st_size
-        if len(start) >= 8 and header > size and header <= safetensors.HEADER_LIMIT:
-            raise SourceError(f"{where} ends after {size:,} bytes, within its header", hint=_AGAIN)
-        whole = header + sum(length for *_, length in safetensors.read_header(path))
-    except ConfigError as error:
-        raise SourceError(f"{where}: {error.message}", hint=_AGAIN) from None
+        if path.suffix == ".safetensors":
+            _check_tensors(path, where, start, size)
+        elif start.startswith(_ZIP) and not zipfile.is_zipfile(path):
+            raise SourceError(f"{where} is cut short", hint=_AGAIN)
     except OSError as error:
-        raise SourceError(jsonfile.unreadable(where, error).message) from None
+        raise SourceError(
+            jsonfile.unreadable(where, error).message, hint="make it readable, or download it again"
+        ) from None
+
+
+def _check_tensors(path: Path, where: str, start: bytes, size: int) -> None:
+    """A file's header, and whether all that it lists is there: tensors lie one behind the other (format's own rule)."""
+    header = 8 + int.from_bytes(start[:8], "little")
+    if len(start) >= 8 and header > size and header <= safetensors.HEADER_LIMIT:
+        raise SourceError(f"{where} ends after {size:,} bytes, within its header", hint=_AGAIN)
+    try:
+        whole = header + sum(length for *_, length in safetensors.read_header(path))
+    except ConfigError:
+        raise SourceError(f"{where} has no valid safetensors header", hint=_AGAIN) from None
     if size < whole:
         raise SourceError(f"{where} ends after {size:,} of {whole:,} bytes", hint=_AGAIN)
 
@@ -79,15 +118,16 @@ def _none(folder: Path, where: str) -> SourceError:
     return SourceError(f"{where}: no weights there ({_SINGLE})", hint=_RANDOM)
 
 
-def check_gguf(path: Path, tensors_bytes: int | None) -> None:
-    """Refuses a GGUF file that is shorter than its tensors are together."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise SourceError(jsonfile.unreadable(jsonfile.plain(str(path)), error).message) from None
-    if tensors_bytes is not None and size < tensors_bytes:
-        raise SourceError(f"{jsonfile.plain(str(path))} ends after {size:,} bytes, and its tensors alone take {tensors_bytes:,}",
-                          hint=_AGAIN)  # fmt: skip
+def check_gguf(path: Path) -> None:
+    """Refuses a GGUF file that ends before its tensors do, or of which parts are missing."""
+    for name in gguf.parts_of(path.name):
+        part = path.with_name(name)
+        where = jsonfile.plain(str(part))
+        absent = _absent(part)
+        if absent is not None:
+            raise SourceError(f"{where} {absent}", hint=_AGAIN)
+        if gguf.read_header(part, where).cut:
+            raise SourceError(f"{where} ends after {part.stat().st_size:,} bytes, before its tensors do", hint=_AGAIN)
 
 
 def hub_reason(repository: str, revision: str | None) -> tuple[str, str] | None:

@@ -117,7 +117,7 @@ def located(loaded: Loaded, wanted: Wanted) -> Loaded:
 
 
 def synchronizer(devices: tuple[str, ...]) -> Callable[[], None]:
-    """Waits for all that was asked of the GPUs among these."""
+    """Waits for all that was asked of the accelerators among these."""
     import torch
 
     cuda = [device for device in devices if device.startswith("cuda")]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, SourceError
 from kvctl.measure.checkpoint import hub_reason
 
 ON_HUB = ("cache", "hub", "catalogue")
+_VALIDATION = re.compile(r"(?:Class v|V)alidation error for \w+ '(\w+)':")
+"""How transformers' configuration classes begin; what is wrong stands on the line below, after the kind of error."""
+_KIND = re.compile(r"^\w+Error: ")
 RANDOM = "--weights random builds the model from its configuration alone"
 if TYPE_CHECKING:
     from kvctl.spec import ModelSpec
 
 
-def unknown_type(spec: ModelSpec, name: str, *, random: bool) -> ConfigError:
+def unknown_type(spec: ModelSpec, name: str, *, trusted: bool) -> ConfigError:
     import transformers
 
-    if random and spec.config.get("auto_map"):
-        return ConfigError(f"{spec.id}: random weights are given to transformers' own classes, and {name[:60]!r} is none of its types",
-                           hint="its own weights run with --trust-remote-code, if you have read its code and trust it")  # fmt: skip
-    if spec.config.get("auto_map"):
+    if spec.config.get("auto_map") and not trusted:
         return ConfigError(f"{spec.id} runs code from its repository ({name[:60]!r} is no type of transformers), "
                            "and that is not done unasked",
                            hint="--trust-remote-code, if you have read that code and trust it")  # fmt: skip
@@ -28,7 +29,10 @@ def unknown_type(spec: ModelSpec, name: str, *, random: bool) -> ConfigError:
 
 
 def cannot_build(spec: ModelSpec, error: Exception) -> ConfigError:
-    return ConfigError(f"{spec.id}: transformers cannot build it: {first_line(error)}")
+    import transformers
+
+    return ConfigError(f"{spec.id}: transformers cannot build it: {first_line(error)}",
+                       hint=f"its config.json is wrong, or not for transformers {transformers.__version__}")  # fmt: skip
 
 
 def cannot_load(spec: ModelSpec, error: Exception, attention: str | None = None) -> SourceError:
@@ -46,7 +50,7 @@ def cannot_load(spec: ModelSpec, error: Exception, attention: str | None = None)
         hint = "--attn sdpa or eager"
     elif isinstance(error, ImportError):
         hint = "install what is missing, or run it without its quantization: --weights random"
-    elif "architecture" in text and "GGUF" in text:
+    elif ("architecture" in text and "GGUF" in text) or text.startswith("Dequantization"):
         hint = "--engine llama.cpp runs GGUF files"
     elif isinstance(error, OSError) and spec.provenance.source in ON_HUB:
         text, hint = hub_reason(spec.id, spec.provenance.revision) or (text, hint)
@@ -58,8 +62,10 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     name = type(error).__name__
     said = lines[0] if lines else name
-    if said.endswith(":") and len(lines) > 1:  # what is wrong stands on the next
-        said = f"{said} {lines[1]}"
+    about = _VALIDATION.fullmatch(said)
+    if about is not None and len(lines) > 1:
+        below = _KIND.sub("", lines[1]).partition(" Errors: ")[0]
+        said = below if about[1] in below else f"{about[1]}: {below}"
     if isinstance(error, KeyError):
         said = f"{name}: {said}"
     return "".join(letter for letter in said if letter.isprintable())[:300]

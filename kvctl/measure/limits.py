@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvctl.formats import TORCH_NAMES
 from kvctl.measure.report import Limits, Point
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
 _NEAR = 0.5
 """A step that takes over twice what its limits ask waits for something else: launching kernels, Python, one thread."""
-_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def limits_of(point: Point, rates: Rates, dtype: DType) -> Limits | None:
@@ -21,7 +21,7 @@ def limits_of(point: Point, rates: Rates, dtype: DType) -> Limits | None:
     if work is None or point.ttft is None or point.tpot is None:
         return None
     # The maker's figures stand in where nothing could be measured.
-    peak = rates.flops(_TORCH_NAMES[dtype.name]) or (rates.published_flops if dtype.bytes == 2 else None)
+    peak = rates.flops(TORCH_NAMES[dtype.name]) or (rates.published_flops if dtype.bytes == 2 else None)
     bandwidth = rates.bandwidth or rates.published_bandwidth
     prefill, step = point.ttft.median, point.tpot.median
     computing = work.decode_flops / peak if peak else None

@@ -24,7 +24,8 @@ from kvctl.measure.report import MemoryUse
 from kvctl.units import format_bytes
 
 INTERVAL_S = 0.005
-_NO_MEMORY = ("can't allocate memory", "annot allocate memory", "out of memory", "bad_alloc")
+_NO_MEMORY = ("can't allocate memory", "annot allocate memory", "out of memory", "bad_alloc", "MemoryError",
+              "Thread creation failed")  # fmt: skip
 """Of torch's allocator for the CPU (a plain RuntimeError), the C library, CUDA and C++."""
 
 
@@ -45,8 +46,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, OutOfMemoryError)):
         return True
-    text = str(error)
-    return isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _NO_MEMORY)
+    return isinstance(error, (RuntimeError, OSError)) and tells_shortage(str(error))
+
+
+def tells_shortage(text: str) -> bool:
+    """Whether what torch, Python or the C++ library said is that there is no memory left."""
+    return any(words in text for words in _NO_MEMORY)
 
 
 def shortage(error: BaseException) -> str:

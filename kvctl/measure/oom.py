@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
-from kvctl.measure.memory import give_back
+from kvctl.measure.memory import give_back, tells_shortage
 from kvctl.measure.report import Try, UntilOom
 from kvctl.measure.try_worker import Job
 from kvctl.record import Record
@@ -40,7 +40,6 @@ _LIBRARIES = 512 * MIB
 """What a process with torch and transformers takes before it loads a model, with some to spare."""
 _MOST_SAID = 8192
 _MOST_ANSWERED = 65536
-_NO_MEMORY = ("bad_alloc", "annot allocate memory", "out of memory", "MemoryError", "Thread creation failed")
 _ERRORS: dict[str, type[KvctlError]] = {kind.__name__: kind for kind in (ConfigError, SourceError, UsageError)}
 _WORKER = ("-P", "-m", "kvctl.measure.try_worker")
 
@@ -236,7 +235,7 @@ def _judged(size: int, end: End, seconds: float, *, first: bool) -> Try:
         if not answer.get("ran") and not ended.startswith("out of memory"):
             ended = f"out of memory: {ended}"
         return Try(size, bool(answer.get("ran")), ended, peak, seconds)
-    if any(words in end.said for words in _NO_MEMORY):
+    if tells_shortage(end.said):
         return Try(size, False, f"out of memory: {end.said}", peak, seconds)
     how = f"killed by {_signal_name(-end.status)}" if end.status < 0 else f"ended with status {end.status}"
     if end.status == -signal.SIGKILL:
@@ -376,7 +375,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = next((line for line in reversed(lines) if any(words in line for words in _NO_MEMORY)), None)
+    found = next(filter(tells_shortage, reversed(lines)), None)
     line = found or (lines[-1] if lines else "")
     return "".join(letter for letter in line if letter.isprintable())[:300]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError, SourceError, UsageError
-from kvctl.measure.architecture import architecture, class_of, config_of, torch_dtype
+from kvctl.measure.architecture import class_of, config_of, torch_dtype
 from kvctl.measure.checkpoint import check_folder, check_gguf
 from kvctl.measure.devices import located
 from kvctl.measure.faults import ON_HUB, cannot_load
@@ -24,18 +24,14 @@ def with_published_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loa
     import transformers
 
     where, gguf_file = _place(spec)
-    told: dict[str, Any] = {"trust_remote_code": wanted.trust_remote_code}
+    told: dict[str, Any] = {}
     if spec.provenance.source in ON_HUB:
         told["revision"] = wanted.revision or spec.provenance.revision
+    model_class: Any = transformers.AutoModelForCausalLM
     if gguf_file is None:
-        config = config_of(spec) if not wanted.trust_remote_code else _remote_config(spec, where, told)
-        model_class: Any = transformers.AutoModelForCausalLM
-        if not wanted.trust_remote_code:
-            model_class = class_of(config, architecture(spec, config))
-            told.pop("trust_remote_code")
-        told["config"] = config
+        told["config"] = config_of(spec, wanted)
+        model_class = class_of(spec, wanted, told["config"])
     else:
-        model_class = transformers.AutoModelForCausalLM
         told["gguf_file"] = gguf_file
     if wanted.tensor_parallel > 1:
         from transformers.distributed import DistributedConfig
@@ -90,24 +86,13 @@ def _unquantized(spec: ModelSpec, model: Any) -> tuple[str, ...]:
             "the cache is its own, what it generates is not",)  # fmt: skip
 
 
-def _remote_config(spec: ModelSpec, where: str, told: Mapping[str, Any]) -> Any:
-    """The configuration as the repository's own code has it."""
-    import transformers
-
-    try:
-        return transformers.AutoConfig.from_pretrained(where, **told)
-    except Exception as error:
-        raise cannot_load(spec, error) from None
-
-
 def _place(spec: ModelSpec) -> tuple[str, str | None]:
     """What from_pretrained is given, and the name of a GGUF file in it."""
     source, location = spec.provenance.source, spec.provenance.location
     if source == "local":
         path = Path(location)
         if path.suffix == ".gguf":
-            parts = "-of-" in path.name
-            check_gguf(path, None if spec.weights is None or parts else spec.weights.bytes)
+            check_gguf(path)
             return str(path.parent), path.name
         folder = path if path.is_dir() else path.parent
         check_folder(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError, KvctlError, UsageError
-from kvctl.measure.architecture import architecture, class_of, config_of, torch_dtype
+from kvctl.measure.architecture import class_of, config_of, torch_dtype
 from kvctl.measure.devices import dispatch, located, place_of, placed_by
 from kvctl.measure.faults import cannot_build
 from kvctl.measure.fill import fill
@@ -31,11 +31,8 @@ def with_random_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loaded
     spec = _completed(spec)
     if not spec.layers:
         raise ConfigError(f"{spec.id} has no layers: nothing of it can run")
-    config = config_of(spec, without=("quantization_config",), text_only=wanted.layers is not None, random=True)
-    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    if isinstance(vocabulary, int) and vocabulary < 1:
-        raise ConfigError(f"{spec.id}: vocab_size is {vocabulary}: there is no token to run")
-    model_class = class_of(config, architecture(spec, config))
+    config = config_of(spec, wanted, without=("quantization_config",), text_only=wanted.layers is not None)
+    model_class = class_of(spec, wanted, config)
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, dtype=torch_dtype(dtype), **wanted.attention_setting)

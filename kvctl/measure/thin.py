@@ -13,6 +13,9 @@ from kvctl.spec import ModelSpec, Shared
 _INDEXES = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "kv_shared_layer_index")
 """What modules call the place of their layer, or of the layer whose cache they read."""
 
+_LISTED = ("cross_attention_layers",)
+"""What models call lists of the places of layers."""
+
 
 class Thinned(Record):
     """Which layers were kept. Kinds are in order of first appearance."""
@@ -67,6 +70,7 @@ def thin(model: Any, spec: ModelSpec, keep: int) -> Thinned:
     total = len(stack)
     del stack[:]
     stack.extend(layers)
+    _renumber_lists(model, places)
     _narrow(model, stack, total)
     _reconfigure(model, total, kept)
     return Thinned(
@@ -132,6 +136,15 @@ def _renumber(module: Any, places: dict[int, int]) -> None:
                 setattr(part, name, places.get(old, old))
 
 
+def _renumber_lists(model: Any, places: dict[int, int]) -> None:
+    """Lists of the places of layers of one kind, which some models ask while they run (mllama)."""
+    for module in model.modules():
+        for name in _LISTED:
+            listed = vars(module).get(name)
+            if isinstance(listed, list):
+                setattr(module, name, [places[old] for old in listed if old in places])
+
+
 def _narrow(model: Any, stack: Any, total: int) -> None:
     """Tensors beside the layers that have a part for each (the inputs of each layer of Gemma 3n and 4)."""
     import torch
@@ -184,8 +197,12 @@ def _shorten(config: Any, total: int, kept: Sequence[int]) -> None:
         and len(value) == total
     }
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == total:
+        if isinstance(value, list) and len(value) == total and name not in _LISTED:
             setattr(config, name, [value[index] for index in kept])
+    for name in _LISTED:
+        listed = vars(config).get(name)
+        if isinstance(listed, list):
+            setattr(config, name, [kept.index(old) for old in listed if old in kept])
     sharing = getattr(config, "num_kv_shared_layers", None)
     if sharing:
         config.num_kv_shared_layers = sum(index >= total - sharing for index in kept)

@@ -25,6 +25,7 @@ _MAGIC = b"GGUF"
 _MOST_KEYS, _MOST_TENSORS, _LONGEST_ARRAY, _LONGEST_NAME = 100_000, 1_000_000, 4_000_000, 65_535
 _LONGEST_HEADER = 2**29  # bytes; with a vocabulary of a million words it is some 30 MB
 _MOST_ELEMENTS = 2**44
+_ALIGNED, _MOST_ALIGNED = 32, 2**20  # what the data begins at a multiple of, unless the file says so
 _KEPT_ARRAY = 10_000  # entries: one a layer, not one a word of a vocabulary
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -232,9 +233,10 @@ class _Reader:
             head = head or name == "output.weight"
         if elements > _MOST_ELEMENTS:
             raise _broken(self.where, f"claims {elements:,} weights")
-        return Header(
-            metadata, tensors, total, elements, self.at + end > self.whole, looked_up, embeddings, vocabulary, head
-        )
+        alignment = metadata.get("general.alignment")
+        alignment = alignment if isinstance(alignment, int) and 0 < alignment <= _MOST_ALIGNED else _ALIGNED
+        end += -(-self.at // alignment) * alignment if end else 0
+        return Header(metadata, tensors, total, elements, end > self.whole, looked_up, embeddings, vocabulary, head)
 
     def tensor(self) -> tuple[str, int, int, int, int]:
         """Name, rows, bytes and elements of the next tensor, and where its data starts after the header."""

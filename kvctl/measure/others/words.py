@@ -12,7 +12,7 @@ from kvctl.engines import commandline
 from kvctl.engines import engine as find_engine
 from kvctl.engines.flags import COUNTS, FLAGS, GIB, OBJECT, ON_OFF, SHARES, Flag, serving
 from kvctl.errors import UsageError
-from kvctl.formats import model_dtype
+from kvctl.formats import TORCH_NAMES, model_dtype
 from kvctl.record import Record
 from kvctl.size import SizePlan
 from kvctl.units import GIB as GIB_BYTES
@@ -20,7 +20,6 @@ from kvctl.units import GIB as GIB_BYTES
 _COMMANDS = {"llama.cpp": "llama-server", "vllm": "vllm serve"}
 _KNOWN_OTHERWISE = {"draft", "encoder"}
 """What no word says: facts of another model."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Words(Record):
@@ -103,11 +102,11 @@ def formats(engine: str, plan: SizePlan) -> list[str]:
     if engine == "llama.cpp":
         pairs = (("--cache-type-k", plan.key), ("--cache-type-v", plan.value))
         return [word for name, fmt in pairs if fmt is not None for word in (name, fmt.name)]
-    out = ["--dtype", _DTYPES[plan.dtype.name]] if plan.dtype is not None else []
+    out = ["--dtype", TORCH_NAMES[plan.dtype.name]] if plan.dtype is not None else []
     if plan.key is not None:
         if plan.value not in (None, plan.key, plan.key.values):
             raise UsageError(f"{engine} stores keys and values in one format", hint="--kv-dtype sets both")
-        out += ["--kv-cache-dtype", _DTYPES.get(plan.key.name, plan.key.name)]
+        out += ["--kv-cache-dtype", TORCH_NAMES.get(plan.key.name, plan.key.name)]
     return out
 
 
