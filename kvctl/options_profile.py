@@ -164,9 +164,8 @@ def check_values(
         raise UsageError(f"--attn: unknown {attention[:40]!r}", hint="one of " + ", ".join(ATTENTIONS))
     if device_map is not None and device_map != "auto":
         raise UsageError(f"--device-map: unknown {device_map[:40]!r}", hint="auto spreads the layers over all GPUs")
-    if device_map is not None and (weights == "random" or ranks.tensor_parallel > 1):
-        raise UsageError("--device-map spreads published weights over the GPUs of one process",
-                         hint="without --weights random and --tp")  # fmt: skip
+    if device_map is not None and ranks.tensor_parallel > 1:
+        raise UsageError("--device-map puts whole layers on devices, and --tp cuts every layer", hint="one of them")
     if until is not None and ranks.tensor_parallel > 1:
         raise UsageError("--until-oom is about one device", hint="without --tp")
     if prefill_chunk is not None and prefill_chunk < 1:

@@ -65,7 +65,7 @@ WRONG = [
     (["--nnodes", "2", "--rdzv-endpoint", "a:1"], 2, "several nodes share a model with --tp"),
     (["--node-rank", "1"], 2, "no such node"),
     (["--device-map", "balanced"], 2, "--device-map: unknown 'balanced'"),
-    (["--device-map", "auto", "--weights", "random"], 2, "published weights"),
+    (["--device-map", "auto", "--tp", "2"], 2, "--tp cuts every layer"),
     (["--until-oom", "foo"], 2, "--until-oom: unknown 'foo'"),
     (["--until-oom", "ctx", "--tp", "2"], 2, "--until-oom is about one device"),
     (["--memory-limit", "4GiB"], 2, "--memory-limit bounds --until-oom"),

@@ -52,9 +52,9 @@ def _check_sizes(spec: ModelSpec, config: Any) -> None:
     """Refuses widths and counts that no model has: torch builds some of them, and fails later or runs nothing."""
     part = config.get_text_config(decoder=True)
     for name in ("num_hidden_layers", "hidden_size", "vocab_size", "head_dim"):
-        value = getattr(part, name, None)
+        stored = getattr(part, "attribute_map", {}).get(name, name)
+        value = vars(part).get(stored)  # of some (gemma4), asking for what differs by layer is an error
         if isinstance(value, int) and value < 1:
-            stored = getattr(part, "attribute_map", {}).get(name, name)
             raise ConfigError(
                 f"{spec.id}: {stored} is {value}, and has to be at least 1", hint="correct its config.json"
             )
