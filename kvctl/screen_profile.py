@@ -93,6 +93,8 @@ def _verdict(report: ProfileReport) -> tuple[str, str]:
             f"{cut}what it logged is not as predicted", "bold red")  # fmt: skip
     if any(point.ttft for point in report.points):
         return f"{cut}times were measured, and nothing that is predicted to the byte", "bold yellow"
+    if report.found:
+        return f"{cut}what was tried is below", "bold yellow"
     return f"{cut}nothing was measured", "bold red"
 
 

@@ -342,7 +342,7 @@ def profile(
                 engine_flags=engine_flags, progress=progress,
             )  # fmt: skip
     report = report.replace(machine=machine)
-    if save is not None and not (report.interrupted and not report.points):
+    if save is not None and (report.found or not report.interrupted):
         own.save(report, save)
     output_profile.emit_profile(report, form, earlier, quiet=quiet)
     if plot is not None and report.points:

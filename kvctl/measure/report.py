@@ -303,6 +303,11 @@ class ProfileReport(Record):
         return all(found) if found else None
 
     @property
+    def found(self) -> bool:
+        """Whether there is anything to keep of an interrupted run: points, or tries."""
+        return bool(self.points) or (self.until_oom is not None and bool(self.until_oom.tries))
+
+    @property
     def failed(self) -> bool:
         """Whether a point could not be measured to its end."""
         return any(point.error is not None for point in self.points)
