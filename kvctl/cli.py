@@ -131,7 +131,12 @@ def _engine_option(flag: Flag, words: Collection[str]) -> Any:
 
 def main() -> NoReturn:
     """Run the command line; every way out passes here."""
-    sys.exit(run())
+    code = run()
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _discard()  # it was said already; Python would end with a status of its own
+    sys.exit(code)
 
 
 def run() -> int:
@@ -188,10 +193,15 @@ def _interrupted() -> int:
 
 
 def _reader_gone() -> int:
-    """kvctl … | head: not an error, and nothing more may be written, not even at exit."""
+    """kvctl … | head: not an error."""
+    _discard()
+    return ExitCode.OK
+
+
+def _discard() -> None:
+    """Nothing more may be written to stdout, not even at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return ExitCode.OK
 
 
 def _usage_or_fault(err: Exception) -> int:
