@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from kvctl import __version__
+from kvctl import __version__, signals
 from kvctl.engines.flags import FLAGS, Flag, given
 from kvctl.errors import ExitCode, KvctlError
 from kvctl.record import Record
@@ -156,6 +156,8 @@ def run() -> int:
     except KvctlError as err:
         if debug:
             raise
+        if signals.asked():
+            return _interrupted()
         return _say(err.message, err.hint, err.exit_code)
     except SystemExit as leave:
         # Typer turns a broken pipe into this, with its own wrapper around the streams.
@@ -167,6 +169,8 @@ def run() -> int:
     except Exception as err:  # the last net: a fault of kvctl's own still gets one line
         if debug:
             raise
+        if signals.asked():
+            return _interrupted()
         return _usage_or_fault(err)
 
 
@@ -183,8 +187,6 @@ def _run(argv: Sequence[str], *, whole: bool) -> Any:
 def _interrupted() -> int:
     """As shells have it: 128 and the signal's number."""
     import signal
-
-    from kvctl import signals
 
     number = signals.received()
     return _say(

@@ -405,6 +405,8 @@ def at_least_one(value: int, option: str) -> int:
 
 def read_output_format(text: str, as_json: bool) -> str:
     """The output format; --json is short for --format json."""
+    if as_json and text not in ("table", "json"):
+        raise UsageError(f"--json and --format {text[:40]} ask for two formats", hint="one of them")
     if as_json:
         return "json"
     if text not in OUTPUT_FORMATS:

@@ -302,15 +302,19 @@ def read_earlier(paths: Sequence[str]) -> list[Saved]:
     return [load(path) for path in paths]
 
 
-def save(report: ProfileReport, path: str) -> None:
-    """Keep a report, without who else uses the machine: files get sent around."""
+def saved(report: ProfileReport, path: str) -> KvctlError | None:
+    """Keep a report, without who else uses the machine: files get sent around. Why it cannot be kept."""
     from kvctl.measure.saved import save as write
 
     machine = report.machine
     if machine is not None:
         gpus = [gpu.replace(holders=(), device=gpu.device.replace(uuid=None)) for gpu in machine.gpus]
         machine = machine.replace(gpus=tuple(gpus))
-    write(report.replace(machine=machine), path)
+    try:
+        write(report.replace(machine=machine), path)
+    except KvctlError as error:
+        return error
+    return None
 
 
 def look_around(progress: Progress) -> Machine:

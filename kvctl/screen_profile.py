@@ -127,7 +127,7 @@ def _noise(sample: Sample) -> str:
     noise = sample.noise
     if noise is None:
         return "?"
-    return f"{noise:.1%}" if noise < 0.1 else f"{noise:.0%}" if noise < 10 else ">999%"
+    return f"{noise:.1%}" if noise < 0.1 else f"{noise:.0%}" if noise < 1 else ">100%"
 
 
 def _rate(tokens: float | None) -> str:
@@ -254,8 +254,8 @@ def _signed(value: float) -> str:
 
 
 def _until_oom(screen: Screen, found: UntilOom) -> None:
-    unit = "tokens" if found.what == "context" else "sequences"
-    largest = "nothing runs" if found.largest is None else f"runs up to {found.largest:,} {unit}"
+    unit = "token" if found.what == "context" else "sequence"
+    largest = "nothing runs" if found.largest is None else f"runs up to {plural(found.largest, unit)}"
     failed = "" if found.first_failed is None else f"; {found.first_failed:,} does not"
     predicted = "" if found.predicted is None else f"; predicted: {found.predicted:,}"
     screen.line(one_line(f"until memory runs out: {largest}{failed}{predicted}"), "bold")
@@ -276,7 +276,7 @@ def _until_oom(screen: Screen, found: UntilOom) -> None:
 
 
 def _comparison(screen: Screen, found: Comparison) -> None:
-    screen.line("beside " + one_line(", ".join(found.names[1:])) + "; ratios are over this run", "bold")
+    screen.line("beside " + one_line(", ".join(found.names[1:])) + "; ratio: its value over this run's", "bold")
     rows: list[Row] = [
         (
             ("", *found.names[:1], *(head for name in found.names[1:] for head in (one_line(name), "ratio", ""))),

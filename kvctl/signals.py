@@ -5,21 +5,26 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-_HEEDED = ("SIGTERM", "SIGHUP")
+_HEEDED = ("SIGINT", "SIGTERM", "SIGHUP")
 _received: list[int] = []
 
 
 def heed() -> None:
-    """From here on SIGTERM and SIGHUP raise KeyboardInterrupt; one that is ignored (nohup) stays so."""
+    """From here on these raise KeyboardInterrupt, and are remembered; one that is ignored (nohup) stays so."""
     for name in _HEEDED:
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+        if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
     _received.append(number)
     raise KeyboardInterrupt
+
+
+def asked() -> bool:
+    """Whether one came. Libraries swallow the interrupt at times, and then fail for want of what it broke off."""
+    return bool(_received)
 
 
 def received() -> int:

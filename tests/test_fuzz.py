@@ -114,3 +114,12 @@ def test_hostile_text_is_one_line_and_a_hint(kvctl: Any, text: str) -> None:
     assert len(lines) <= 2, outcome.err
     assert "Traceback" not in outcome.err
     assert "internal error" not in outcome.err
+
+
+def test_layers_that_are_no_numbers() -> None:
+    base = next(config for config in BASES if config["model_type"] == "qwen4_exp_text")
+    for entry in ("", "1", None, 1.5, True):
+        error = outcome_of(base | {"ple_layer_ids": [entry]})
+        assert error is not None
+        assert "ple_layer_ids holds" in error.message
+        assert "not a whole number" in error.message

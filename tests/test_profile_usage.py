@@ -124,6 +124,12 @@ def test_what_only_transformers_has(profile: Run, argv: list[str]) -> None:
     assert outcome.code == 2
 
 
+def test_two_formats(profile: Run) -> None:
+    outcome = profile("--json", "--format", "csv")
+    assert "--json and --format csv ask for two formats" in one_line(outcome)
+    assert outcome.code == 2
+
+
 @pytest.mark.parametrize(("engine", "argv", "hint"), [
     ("vllm", ["--tp", "2"], "--engine-flags '--tensor-parallel-size N' hands its own flag on"),
     ("vllm", ["--set", "num_hidden_layers=2"], "--engine-flags '--hf-overrides JSON' hands its own flag on"),
@@ -206,3 +212,47 @@ def test_help_breaks_no_option_in_80_columns(kvctl: Run, monkeypatch: pytest.Mon
     assert "--until-oom" in body
     assert "sglang" not in body
     assert [line for line in body.splitlines() if not line.startswith("  ")] == []
+
+
+def test_an_interrupt_that_a_library_swallows(kvctl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' lazy imports make of it that a module is missing."""
+    import os
+    import signal
+
+    from kvctl import options_profile, signals
+    from kvctl.errors import ConfigError
+
+    def broken(*_: object, **__: object) -> None:
+        signals.heed()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ConfigError("could not import 'LlamaConfig'") from None
+
+    monkeypatch.setattr(options_profile, "read_model", broken)
+    monkeypatch.setattr(signals, "_received", [])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        outcome = kvctl("profile", "Qwen3-8B", "--engine", "vllm")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (outcome.code, outcome.err) == (130, "kvctl: error: interrupted\n")
+
+
+def test_what_was_measured_is_printed_where_it_cannot_be_saved(
+    kvctl: Run, monkeypatch: pytest.MonkeyPatch, surroundings: None
+) -> None:
+    from kvctl import options_profile
+    from kvctl.errors import KvctlError
+    from kvctl.measure.report import Point, ProfileReport
+    from kvctl.measure.statistics import Sample
+
+    points = (Point(64, 1, 4, ttft=Sample((0.5,))),)
+    monkeypatch.setattr(
+        options_profile, "run_other", lambda *_, **__: ProfileReport(None, "vllm", None, None, None, {}, {}, points)
+    )
+    monkeypatch.setattr(options_profile, "saved", lambda *_: KvctlError("cannot write run.json: no space left"))
+    outcome = kvctl("profile", "Qwen3-8B", "--engine", "vllm", "--save", "run.json", "--json")
+    assert outcome.json["points"][0]["ttft"]["median_s"] == 0.5
+    assert "cannot write run.json" in outcome.err
+    assert outcome.code == 1

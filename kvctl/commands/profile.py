@@ -39,7 +39,7 @@ def profile(
             "--ctx",
             "-c",
             metavar="TOKENS",
-            help="Prompt tokens of each sequence, one or more: 512,2k,8k (k is 1,024). Default: 512,2k.",
+            help="Prompt tokens of each sequence, one or more: 512,2k,8k, or '64 128' (k is 1,024). Default: 512,2k.",
             show_default=False,
         ),
     ] = None,
@@ -342,9 +342,10 @@ def profile(
                 engine_flags=engine_flags, progress=progress,
             )  # fmt: skip
     report = report.replace(machine=machine)
-    if save is not None and (report.found or not report.interrupted):
-        own.save(report, save)
+    unsaved = own.saved(report, save) if save is not None and (report.found or not report.interrupted) else None
     output_profile.emit_profile(report, form, earlier, quiet=quiet)
+    if unsaved is not None:  # what took long to measure was printed all the same
+        raise unsaved
     if plot is not None and report.points:
         output_profile.emit_plot(report, plot)
     if report.interrupted:

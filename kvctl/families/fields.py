@@ -175,6 +175,14 @@ class Fields:
             raise ConfigError(f"{self.path}{name} has {len(value):,} entries; no model has over {MAX_LAYERS:,} layers")
         return list(value)
 
+    def wholes(self, name: str) -> list[int] | None:
+        """A list of whole numbers, layers for example."""
+        value = self.entries(name)
+        for entry in value or ():
+            if isinstance(entry, bool) or not isinstance(entry, int):
+                raise ConfigError(f"{self.path}{name} holds {_show(entry)}, not a whole number")
+        return value
+
     def strings(self, name: str, length: int | None = None) -> list[str] | None:
         """A list of names, of `length` where given."""
         value = self.entries(name)

@@ -245,7 +245,7 @@ def qwen4_exp(f: Fields) -> Layers:
     bases: dict[str, tuple[LayerState, ...]] = {p.LINEAR: gated_delta_states(f), p.INDEXED: (attention, keys)}
     # transformers keeps three int64 position ids a token, once, in the first indexed layer.
     positions = kinds.index(p.INDEXED) if p.INDEXED in kinds else -1
-    injected = {int(i) - 1 for i in f.entries("ple_layer_ids") or []}
+    injected = {index - 1 for index in f.wholes("ple_layer_ids") or []}
     ngram: tuple[LayerState, ...] = ()
     if injected:
         size = f.number("ngram_size")

@@ -151,8 +151,8 @@ class _Search:
 
     def _runs(self, size: int) -> bool:
         """One try."""
-        self.progress.now.doing = f"trying {self._words(size)}" + (f", {self.low:,} ran" if self.low else "") + (
-            f", {self.high:,} did not" if self.high else "")  # fmt: skip
+        self.progress.now.say(f"trying {self._words(size)}" + (f", {self.low:,} ran" if self.low else "") + (
+            f", {self.high:,} did not" if self.high else ""))  # fmt: skip
         reserve = reserve_of(_host().memory_bytes)
         job = Job(self.plan, self.what, size, self.other, self.decode, self.limit, reserve)
         _wait_for(reserve)

@@ -173,7 +173,8 @@ class _Run:
         asked, now, passes = self.asked, self.now, self.passes
         ids = self.tokens(batch, context).to(self.loaded.device)
         what = f"{context:,} tokens × {batch}"
-        now.doing, now.step, now.steps = f"{what}: warming up, measuring memory", 0, asked.decode
+        now.stage(f"{what}: warming up, measuring memory")
+        now.steps = asked.decode
         point = self._observed(ids, Point(context, batch, asked.decode))
         if not asked.repeat:
             return point

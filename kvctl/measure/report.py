@@ -309,7 +309,9 @@ class ProfileReport(Record):
 
     @property
     def failed(self) -> bool:
-        """Whether a point could not be measured to its end."""
+        """Whether a point could not be measured to its end, or nothing runs at all."""
+        if self.until_oom is not None and self.until_oom.largest is None:
+            return True
         return any(point.error is not None for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 MOST_LOG = 256 * 2**20
 """Bytes of output after which a program is taken to be out of hand."""
 _TAIL = 256 * 2**10
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 _POLL_S = 0.05
 
 # Why a program ended, the surest first; looked for from the end. Then come lines that only say that it did.
