@@ -27,6 +27,12 @@ def asked() -> bool:
     return bool(_received)
 
 
+def check() -> None:
+    """KeyboardInterrupt, where one came."""
+    if _received:
+        raise KeyboardInterrupt
+
+
 def received() -> int:
     """The signal that asked for the end; without one it was Ctrl-C."""
     return _received[-1] if _received else signal.SIGINT

@@ -699,7 +699,7 @@ def test_a_command_that_is_ended_keeps_what_is_complete(tmp_path: Path, number: 
                              stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
     try:
         assert child.stderr is not None
-        while not (line := child.stderr.readline()).startswith("8 tokens × 1: "):  # the second point takes minutes
+        while not (line := child.stderr.readline()).startswith("8 tokens × 1: TTFT"):  # the second point takes minutes
             assert line, "ended by itself"
         child.send_signal(number)
         out, err = child.communicate(timeout=60)

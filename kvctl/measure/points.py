@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvctl import signals
 from kvctl.allocation import Serving
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import ConfigError, KvctlError, UsageError
@@ -179,12 +180,12 @@ class _Run:
         if not asked.repeat:
             return point
         if self.rates is not None:
-            now.doing, now.step, now.steps = f"{what}: counting work", 0, 0
+            now.say(f"{what}: counting work")
             point = point.replace(work=self._counted(ids, point))
         runs = []
         for number in range(asked.repeat):
-            now.doing = f"{what}: run {number + 1} of {asked.repeat}"
-            now.step, now.steps = 0, asked.decode
+            now.say(f"{what}: run {number + 1} of {asked.repeat}")
+            now.steps = asked.decode
             with self.others.counting():
                 runs.append(passes.timed(ids, asked.decode, asked.prefill_chunk, self._step))
             passes.drop()
@@ -201,6 +202,7 @@ class _Run:
 
     def _step(self) -> None:
         self.now.step += 1
+        signals.check()
 
     def _observed(self, ids: Any, point: Point) -> Point:
         """Cache and memory of one plain run, which also warms everything up; its time does not count."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvctl import signals
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import KvctlError, SourceError
 from kvctl.measure.idle import NOTICEABLE
@@ -50,8 +51,9 @@ class Now:
         self._tell = tell
 
     def say(self, text: str) -> None:
-        """What goes on now."""
+        """What goes on now; the end, where that was asked for and a library swallowed it."""
         self.doing, self.step, self.steps = text, 0, 0
+        signals.check()
 
     def stage(self, text: str) -> None:
         """Something begins that may take long: worth a line of its own where nothing else moves."""
