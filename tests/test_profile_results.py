@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -384,16 +383,6 @@ def test_readings_of_the_moment_are_no_difference() -> None:
 def test_a_live_run_and_its_file_do_not_differ(tmp_path: Path) -> None:
     live = made(point(512, 1), settings={"prefill_chunk": None, "contexts": (512,)})
     assert compare([Saved("this run", live), written(tmp_path / "run.json", live)]).differences == ()
-
-
-def test_the_prompt_is_prose() -> None:
-    text = resources.files("kvctl").joinpath("data/prompt.txt").read_text("utf-8")
-    assert text.isascii()
-    assert len(text.split()) > 2500
-    # Every paragraph is sentences, and none comes twice.
-    paragraphs = text.strip().split("\n\n")
-    assert all(paragraph[0].isupper() and paragraph.endswith((".", "!", "?")) for paragraph in paragraphs)
-    assert len(set(paragraphs)) == len(paragraphs) > 10
 
 
 # -- charts ------------------------------------------------------------------------------

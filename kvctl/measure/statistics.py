@@ -224,14 +224,19 @@ def _median_ranks(count: int) -> tuple[int, int] | None:
     return None if low < 0 else (low, count - 1 - low)
 
 
+def t_tails(t: float, freedom: float) -> float:
+    """How likely Student's t is at least so far from zero: both tails together hold I_x(freedom / 2, 1 / 2)."""
+    return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5) if t else 1.0
+
+
 @cache
 def t_quantile(freedom: float) -> float:
     """Student's t with so many degrees of freedom (1 or more, fractions too): |t| exceeds it in 5 of 100 cases."""
     constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
     found = 1.9  # less than the normal distribution's 1.96
     while True:
-        # Both tails together hold I_x(freedom / 2, 1 / 2). They fall ever less steeply, so Newton's steps never go too far.
-        tails = _incomplete_beta(freedom / (freedom + found * found), freedom / 2, 0.5)
+        # The tails fall ever less steeply, so Newton's steps never go too far.
+        tails = t_tails(found, freedom)
         density = constant * math.exp(-(freedom + 1) / 2 * math.log1p(found * found / freedom))
         step = (tails - (1 - _CONFIDENCE)) / (2 * density)
         found += step
