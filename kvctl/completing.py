@@ -16,6 +16,15 @@ def complete_cache_formats(incomplete: str) -> list[str]:
     return [name for name in ("auto", *(f.name for f in CACHE_FORMATS)) if name.startswith(incomplete.lower())]
 
 
+def complete_techniques(incomplete: str) -> list[str]:
+    """Techniques whose last part, behind commas and +, starts so."""
+    from kvctl.techniques import PLAIN, TABLE
+
+    cut = max(incomplete.rfind(","), incomplete.rfind("+")) + 1
+    names = [kind.name for kind in TABLE] + ([PLAIN.name] if incomplete[cut - 1 : cut] != "+" else [])
+    return [incomplete[:cut] + name for name in names if name.startswith(incomplete[cut:].lower())]
+
+
 def complete_output_formats(incomplete: str) -> list[str]:
     """Output formats that start so."""
     return [name for name in OUTPUT_FORMATS if name.startswith(incomplete)]

@@ -412,3 +412,19 @@ def read_output_format(text: str, as_json: bool) -> str:
     if text not in OUTPUT_FORMATS:
         raise UsageError(f"--format: unknown format {text[:40]!r}", hint="one of " + ", ".join(OUTPUT_FORMATS))
     return text
+
+
+def with_techniques(plans: Plans, texts: Sequence[str]) -> Plans:
+    """Every plan with every technique; beside several stands the plain cache."""
+    if not texts:
+        return plans
+    from kvctl.techniques import PLAIN, parse_list
+
+    found = parse_list(texts)
+    if not found:
+        raise UsageError("--technique: none is named", hint="--technique int4, or int8,int4 to compare")
+    if plans.comparing:
+        raise UsageError("--technique is about one engine", hint="--engine ideal or transformers")
+    if len(found) > 1 and PLAIN not in found:
+        found = [PLAIN, *found]
+    return plans.replace(each=tuple(plan.replace(technique=one) for plan in plans.each for one in found))

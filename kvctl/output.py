@@ -221,6 +221,7 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
         base = {
             "model": result.model.id,
             "engine": result.engine,
+            "technique": result.technique or "",
             "context": result.context,
             "sequences": result.sequences,
             "beams": result.beams,

@@ -198,6 +198,8 @@ class SizeResult(Record):
     allocation: Allocation | None = None
     fit: Fit | None = None
     replay: Replay | None = None
+    technique: str | None = None
+    """What makes its keys and values smaller."""
 
     @property
     def weights_bytes(self) -> int | None:
@@ -224,6 +226,7 @@ class SizeResult(Record):
         out: dict[str, Any] = {
             "model": self.model.to_dict(),
             "engine": {"name": self.engine, "version": self.engine_version},
+            "technique": self.technique,
             "context": self.context,
             "sequences": self.sequences,
             "beams": self.beams,

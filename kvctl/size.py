@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvctl.ranks import Hardware
     from kvctl.room import Held, Room
     from kvctl.spec import Rational
+    from kvctl.techniques import Technique
 
 DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
 
@@ -30,6 +31,8 @@ class SizePlan(Record):
     """Without contexts: the model's own maximum, and no ladder up to it."""
     sequences: int = 1
     beams: int = 1
+    generated: int = 0
+    """Tokens of the context that came one by one after the prompt, for techniques to which that makes a difference."""
     dtype: DType | None = None
     key: CacheFormat | None = None
     value: CacheFormat | None = None
@@ -45,6 +48,8 @@ class SizePlan(Record):
     """What if the weights were stored in this format (a name of kvctl.weight_formats)."""
     hardware: Hardware | None = None
     """What it is to run on."""
+    technique: Technique | None = None
+    """What makes its keys and values smaller."""
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -100,6 +105,8 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     """What of an answer does not depend on the context."""
     if plan.hardware is not None:
         spec = _completed(spec)
+    if plan.technique is not None:
+        spec = _with_technique(spec, plan, plan.technique)
     warnings = list(plan.notes)
     by_request = plan.engine.by_request(plan.serving)
     if by_request and plan.beams > 1:
@@ -153,6 +160,22 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     else:
         weights = _weights(spec, plan, dtype, late)
     return Question(spec, plan, dtype, fmt, weights, room, tuple(warnings), tuple(late))
+
+
+def _with_technique(spec: ModelSpec, plan: SizePlan, technique: Technique) -> ModelSpec:
+    """The model as a technique holds it."""
+    from kvctl.techniques.states import applied
+
+    engine = plan.engine
+    own = engine.rows and plan.serving.cache_implementation in (None, "dynamic")
+    if engine is not IDEAL and not own:
+        raise UsageError(f"--technique {technique.name}: a cache of kvctl's own, which {engine.name} does not have",
+                         hint="--kv-dtype is what engines store; techniques: --engine ideal or transformers")  # fmt: skip
+    if plan.key is not None or plan.value is not None:
+        raise UsageError(f"--technique {technique.name} says how keys and values are stored", hint="without --kv-dtype")
+    if plan.explain:
+        raise UsageError("--explain writes down formulas of plain caches", hint="without --technique")
+    return spec if technique.plain else applied(spec, technique, engine.name)
 
 
 def _completed(spec: ModelSpec) -> ModelSpec:
@@ -252,10 +275,10 @@ def answer(asked: Question, context: int) -> SizeResult:
         image_tokens=plan.image_tokens or 0,
         audio_tokens=plan.audio_tokens or 0,
         dtype=dtype.name,
-        k_dtype=fmt.key.name,
-        v_dtype=fmt.value.name,
-        k_scheme=fmt.key.scheme,
-        v_scheme=fmt.value.scheme,
+        k_dtype=_stored(plan, "keys") or fmt.key.name,
+        v_dtype=_stored(plan, "values") or fmt.value.name,
+        k_scheme=_scheme(plan, "keys") or fmt.key.scheme,
+        v_scheme=_scheme(plan, "values") or fmt.value.scheme,
         kv_bytes=total,
         # Rounded up where a token adds a fraction of an entry: never promise less than it takes.
         kv_bytes_per_token=-(-growth.numerator // growth.denominator),
@@ -269,7 +292,19 @@ def answer(asked: Question, context: int) -> SizeResult:
         warnings=tuple(warnings),
         allocation=allocation,
         fit=fitted,
+        technique=plan.technique.name if plan.technique is not None else None,
     )  # fmt: skip
+
+
+def _stored(plan: SizePlan, half: str) -> str | None:
+    """The format in which a technique packs keys or values."""
+    codec = getattr(plan.technique.store, half).codec if plan.technique is not None else None
+    return None if codec is None else codec.name
+
+
+def _scheme(plan: SizePlan, half: str) -> str | None:
+    """And how, in words."""
+    return plan.technique.scheme if plan.technique is not None and _stored(plan, half) is not None else None
 
 
 def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str]) -> WeightsInfo | None:
@@ -364,7 +399,7 @@ def _workload(spec: ModelSpec, context: int, plan: SizePlan, warnings: list[str]
     if not spec.cross_input:
         if plan.encoder_tokens:
             warnings.append("--encoder-tokens has no effect: this model has no cross attention")
-        return Workload(context + image + audio, plan.sequences, 0, plan.beams)
+        return Workload(context + image + audio, plan.sequences, 0, plan.beams, plan.generated)
     encoder = plan.encoder_tokens
     extra = 0
     if spec.cross_input == "image":
@@ -389,4 +424,4 @@ def _workload(spec: ModelSpec, context: int, plan: SizePlan, warnings: list[str]
         elif encoder is None:
             encoder = context if spec.default_encoder is None else spec.default_encoder
             warnings.append(f"cross attention holds {encoder:,} encoder positions; --encoder-tokens sets it")
-    return Workload(context + extra, plan.sequences, encoder, plan.beams)
+    return Workload(context + extra, plan.sequences, encoder, plan.beams, plan.generated)

@@ -41,6 +41,8 @@ class Workload(Record):
     encoder: int = 0
     """Encoder positions that cross attention holds."""
     beams: int = 1
+    generated: int = 0
+    """Tokens of the context that came one by one after the prompt, where that makes a difference."""
 
 
 class Formats(Record):

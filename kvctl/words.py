@@ -200,7 +200,9 @@ def replay_words(found: Replay) -> list[str]:
 
 
 def format_words(result: SizeResult) -> str:
-    """bf16, or K q8_0, V q4_0."""
+    """bf16, or K q8_0, V q4_0; the name of a technique."""
+    if result.technique is not None:
+        return result.technique
     if result.k_dtype == result.v_dtype:
         return result.k_dtype
     return f"K {result.k_dtype}, V {result.v_dtype}"

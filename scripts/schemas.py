@@ -153,6 +153,7 @@ SIZE_RESULT = obj(
                 "version": of(["string", "null"], "Version that the rules describe; null for ideal."),
             },
         ),
+        "technique": of(["string", "null"], "What makes keys and values smaller, as in --technique; null without one."),
         "context": whole("Tokens in each sequence."),
         "sequences": whole("Sequences held at the same time."),
         "beams": whole("Beams of each sequence."),
@@ -223,7 +224,7 @@ SIZE_RESULT = obj(
         ),
     },
     optional=(
-        "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
+        "technique", "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
         "kv_bytes_per_token_exact", "per_layer", "naive_kv_bytes", "warnings", "allocation",
         "fit", "replay", "formulas",
     ),

@@ -16,6 +16,7 @@ from kvctl.completing import (
     complete_output_formats,
     complete_solves,
     complete_sources,
+    complete_techniques,
     complete_workloads,
 )
 from kvctl.units import MAX_TOKENS
@@ -263,6 +264,16 @@ def size(
     beams: Annotated[
         int, typer.Option("--beams", metavar="N", help="Beams of a beam search: each holds a cache of its own.")
     ] = 1,
+    technique: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--technique",
+            metavar="NAME",
+            help="What if the cache were quantized or evicted from: int4, kivi2:residual=32, streaming-llm:0.25; + composes, commas compare. Repeatable.",
+            autocompletion=complete_techniques,
+            show_default=False,
+        ),
+    ] = None,
     set_: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -415,7 +426,7 @@ def size(
         ),
         hardware=hardware,
     )
-    plans = asked.plans(common)
+    plans = options.with_techniques(asked.plans(common), technique or [])
     if log is not None:
         from kvctl.ask import ask_log
 

@@ -1,0 +1,217 @@
+"""Techniques that make a KV cache smaller: one table, in the order in which they are shown.
+
+Adding one: a file with `build(options)`, a row here, and its lines in docs/techniques.md; the tests go over the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from kvctl.errors import UsageError
+from kvctl.record import Record
+from kvctl.techniques.keep import Keep
+from kvctl.techniques.options import Options
+from kvctl.techniques.store import Store
+
+
+class Kind(Record):
+    """A row of the table."""
+
+    name: str
+    module: str
+    what: str
+    """In one line."""
+    paper: str
+    """Where it comes from: an arXiv number, or the engine whose format it is."""
+
+
+_STORES = ".stores"
+TABLE: tuple[Kind, ...] = (
+    Kind(
+        "int8",
+        _STORES,
+        "8-bit integers in groups of 64 of a token's channels, with scale and minimum",
+        "round to nearest",
+    ),
+    Kind(
+        "int4",
+        _STORES,
+        "4-bit integers in groups of 64 of a token's channels, with scale and minimum",
+        "round to nearest",
+    ),
+    Kind(
+        "int2",
+        _STORES,
+        "2-bit integers in groups of 64 of a token's channels, with scale and minimum",
+        "round to nearest",
+    ),
+    Kind(
+        "kivi8",
+        _STORES,
+        "8-bit integers: keys by channel over 32 tokens, values by token, the newest 128 as they are",
+        "arXiv 2402.02750",
+    ),
+    Kind(
+        "kivi4",
+        _STORES,
+        "4-bit integers: keys by channel over 32 tokens, values by token, the newest 128 as they are",
+        "arXiv 2402.02750",
+    ),
+    Kind(
+        "kivi2",
+        _STORES,
+        "2-bit integers: keys by channel over 32 tokens, values by token, the newest 128 as they are",
+        "arXiv 2402.02750",
+    ),
+    Kind("fp8", _STORES, "8-bit floats (e4m3), scale 1", "vLLM --kv-cache-dtype fp8"),
+    Kind("fp8_e5m2", _STORES, "8-bit floats (e5m2), scale 1", "vLLM --kv-cache-dtype fp8_e5m2"),
+    Kind("fp8_per_token_head", _STORES, "8-bit floats with a scale for each token and head", "vLLM"),
+    Kind("int8_per_token_head", _STORES, "8-bit integers with a scale for each token and head", "vLLM"),
+    Kind("int4_per_token_head", _STORES, "4-bit integers with scale and zero for each token and head", "vLLM"),
+    Kind("mxfp8", _STORES, "8-bit floats with a power of two for every 32", "OCP Microscaling 1.0"),
+    Kind("mxfp4", _STORES, "4-bit floats with a power of two for every 32", "OCP Microscaling 1.0"),
+    Kind("nvfp4", _STORES, "4-bit floats with an 8-bit scale for every 16", "NVIDIA NVFP4"),
+    Kind("q8_0", _STORES, "8-bit integers with a scale for every 32", "llama.cpp -ctk q8_0"),
+    Kind("q5_1", _STORES, "5-bit integers with scale and minimum for every 32", "llama.cpp -ctk q5_1"),
+    Kind("q5_0", _STORES, "5-bit integers with a scale for every 32", "llama.cpp -ctk q5_0"),
+    Kind("q4_1", _STORES, "4-bit integers with scale and minimum for every 32", "llama.cpp -ctk q4_1"),
+    Kind("q4_0", _STORES, "4-bit integers with a scale for every 32", "llama.cpp -ctk q4_0"),
+    Kind("iq4_nl", _STORES, "4-bit code book with a scale for every 32", "llama.cpp -ctk iq4_nl"),
+    Kind("streaming-llm", ".keeps.streaming_llm", "the first tokens and the newest", "arXiv 2309.17453"),
+    Kind("h2o", ".keeps.h2o", "tokens that got most attention so far, and the newest", "arXiv 2306.14048"),
+    Kind(
+        "scissorhands",
+        ".keeps.scissorhands",
+        "tokens that mattered to recent queries, and the newest; half go at once",
+        "arXiv 2305.17118",
+    ),
+    Kind("tova", ".keeps.tova", "tokens that the newest query attends to most", "arXiv 2401.06104"),
+    Kind(
+        "snapkv",
+        ".keeps.snapkv",
+        "of the prompt, tokens that its last queries attend to; all generated ones",
+        "arXiv 2404.14469",
+    ),
+    Kind(
+        "pyramidkv",
+        ".keeps.pyramidkv",
+        "as snapkv, more of them in the first layers and fewer in the last",
+        "arXiv 2406.02069",
+    ),
+    Kind(
+        "expected-attention",
+        ".keeps.expected",
+        "of the prompt, tokens that queries to come are expected to attend to; all generated ones",
+        "arXiv 2510.00636",
+    ),
+    Kind("knorm", ".keeps.knorm", "tokens whose keys have the smallest norms", "arXiv 2406.11430"),
+    Kind("window", ".keeps.window", "the newest tokens", "for comparison"),
+    Kind("random", ".keeps.random_tokens", "tokens drawn by lot", "for comparison"),
+)
+_BY_NAME = {kind.name: kind for kind in TABLE}
+
+
+class Technique(Record):
+    """What is asked for with --technique, composed."""
+
+    name: str
+    """As it was written."""
+    store: Store = Store()
+    keep: Keep | None = None
+    kinds: tuple[Kind, ...] = ()
+    by_layer: bool = False
+    """Whether layers are treated differently."""
+
+    @property
+    def scheme(self) -> str:
+        """How tokens are stored, in words."""
+        return "; ".join(kind.what for kind in self.kinds if kind.module == _STORES)
+
+    @property
+    def papers(self) -> tuple[str, ...]:
+        """A line for each part: what it does, and where it comes from."""
+        return tuple(f"{kind.name}: {kind.what} ({kind.paper})" for kind in self.kinds)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is packed and nothing is let go."""
+        return self.store == Store() and self.keep is None
+
+
+PLAIN = Technique("plain")
+"""Nothing: what others are compared with."""
+
+
+def parse(text: str) -> Technique:
+    """ "int4:group=32+streaming-llm:0.25": parts joined by +, each a name and its options behind colons.
+
+    Raises:
+        UsageError: an unknown name or option, or parts that do not go together.
+
+    """
+    if text.strip().lower() == PLAIN.name:
+        return PLAIN
+    store, keep, kinds = Store(), None, []
+    for part in text.split("+"):
+        name, *words = part.strip().split(":")
+        kind = _BY_NAME.get(name.lower())
+        if kind is None:
+            raise _unknown(name)
+        options = Options(kind.name, words)
+        made = import_module(kind.module, __name__).build(options)
+        options.end()
+        kinds.append(kind)
+        if isinstance(made, Keep):
+            if keep is not None:
+                raise UsageError(
+                    f"{text[:80]}: {keep.name} and {made.name} both say which tokens stay", hint="one of them"
+                )
+            keep = made
+        else:
+            if store != Store():
+                raise UsageError(f"{text[:80]}: two parts say how tokens are stored", hint="one of them")
+            store = made
+    if keep is not None:
+        keep = _together(text, store, keep)
+    return Technique(text.strip(), store, keep, tuple(kinds), keep is not None and keep.by_layer)
+
+
+def _together(text: str, store: Store, keep: Keep) -> Keep:
+    """The eviction, with what is not packed among what always stays.
+
+    Raises:
+        UsageError: a token would go out of the middle of a group, or one that is not packed.
+
+    """
+    for half in (store.keys, store.values):
+        if half.codec is None:
+            continue
+        if half.codec.tokens > 1:
+            raise UsageError(f"{text[:80]}: {half.codec.name} packs {half.codec.tokens} tokens together, and {keep.name} lets go of single ones",
+                             hint="a format that packs each token by itself: int8, int4, fp8")  # fmt: skip
+        if half.sinks > keep.sinks:
+            raise UsageError(f"{text[:80]}: the first {half.sinks} tokens are not packed, and {keep.name} may let go of them",
+                             hint=f"it keeps the first {keep.sinks}: sinks={keep.sinks}, or more of them there")  # fmt: skip
+        keep = keep.holding(half.residual, half.sinks)
+    if store.unrotated:
+        raise UsageError(f"{text[:80]}: keys that are packed before their rotary embedding need every position",
+                         hint="without rope=before")  # fmt: skip
+    return keep
+
+
+def parse_list(texts: Sequence[str]) -> list[Technique]:
+    """Each of several --technique, with commas between some: a list to compare, without repeats; "all" is the table."""
+    texts = [",".join(kind.name for kind in TABLE) if text.strip().lower() == "all" else text for text in texts]
+    return [
+        parse(part)
+        for part in dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip())
+    ]
+
+
+def _unknown(name: str) -> UsageError:
+    import difflib
+
+    near = difflib.get_close_matches(name[:40].lower(), _BY_NAME, 3)
+    return UsageError(f"--technique: unknown {name[:40]!r}",
+                      hint=(f"nearest: {', '.join(near)}; " if near else "") + "all: " + ", ".join(_BY_NAME))  # fmt: skip
