@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ from kvctl.units import parse_bytes, parse_token_list, plural
 
 if TYPE_CHECKING:
     from kvctl.engines.flags import Given
+    from kvctl.measure.assess import AssessAsked
     from kvctl.measure.machine import Machine
     from kvctl.measure.report import ProfileReport
     from kvctl.measure.run import ProfilePlan, Progress
     from kvctl.measure.saved import Saved
     from kvctl.spec import ModelSpec
+    from kvctl.techniques import Technique
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M"
 """What `kvctl profile` without a model runs, with random weights: nothing is downloaded."""
@@ -387,6 +390,83 @@ def run(
     if found.interrupted:
         return unmeasured(plan).replace(until_oom=found, interrupted=True)
     return profile(plan, progress).replace(until_oom=found)
+
+
+def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) -> list[Technique]:
+    """Techniques to compare; `alone`: one sequence on one device, all layers.
+
+    Raises:
+        UsageError: an unknown technique, or options that do not go with them, or that are nothing without them.
+
+    """
+    for name, value in bounds.items():
+        option = "--" + name.replace("_", "-")
+        if value is not None and not texts:
+            raise UsageError(f"{option} is about techniques, and none is named", hint="--technique int8,int4")
+        if name in ("max_ppl_increase", "min_top1"):
+            _percent(value, option)
+        if name == "tokens" and value is not None and not 1 <= value <= 2**20:
+            raise UsageError(
+                f"--tokens: {value} is out of range", hint="tokens of the text that are scored: from 1 to 1,048,576"
+            )
+    if not texts:
+        return []
+    from kvctl.techniques import parse_list
+
+    found = parse_list(texts)
+    if not found:
+        raise UsageError("--technique: none is named", hint="--technique int8,int4, or all")
+    if not alone:
+        raise UsageError("--technique compares caches of one sequence on one device",
+                         hint="without --tp, --until-oom, --layers and --batch")  # fmt: skip
+    return found
+
+
+def assess_asked(plan: ProfilePlan, tokens: int | None) -> AssessAsked:
+    """What is measured of each technique."""
+    from kvctl.measure.assess import AssessAsked
+
+    asked = AssessAsked(max(plan.asked.contexts), plan.asked.decode, max(plan.asked.repeat, 1))
+    if tokens is None:
+        return asked
+    windows = -(-tokens // asked.scored)
+    return asked.replace(windows=windows, scored=-(-tokens // windows))
+
+
+def judge(report: ProfileReport, most_change: str | None, least_top1: str | None) -> list[str]:
+    """What breaks the bounds: a line for each technique, none where all keep them.
+
+    Raises:
+        UsageError: a bound that is no percentage.
+
+    """
+    most, least = _percent(most_change, "--max-ppl-increase"), _percent(least_top1, "--min-top1")
+    out = []
+    for row in report.techniques.rows if report.techniques is not None else ():
+        quality = row.quality
+        if quality is None:
+            continue
+        if most is not None and quality.perplexity_change.value > most:
+            out.append(
+                f"{row.name}: perplexity {quality.perplexity_change.value:+.2f}%, and at most {most:g}% is asked for"
+            )
+        if least is not None and 100 * quality.top1.value < least:
+            out.append(
+                f"{row.name}: top-1 agreement {100 * quality.top1.value:.1f}%, and at least {least:g}% is asked for"
+            )
+    return out
+
+
+def _percent(text: str | None, option: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{option}: {text[:40]!r} is no percentage", hint=f"{option} 1%")
+    return value
 
 
 def run_other(

@@ -118,6 +118,11 @@ def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, 
         print_profile(Screen(), report, comparison)
 
 
+def say_broken(lines: Sequence[str]) -> None:
+    """Why the answer is no."""
+    output.say("broken", lines)
+
+
 def emit_plot(report: ProfileReport, path: str) -> None:
     """Draw a profile."""
     from kvctl.plot.profile import chart_of

@@ -14,8 +14,10 @@ from kvctl.units import format_bytes, format_seconds, plural
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
+    from kvctl.measure.assess import Assessment
     from kvctl.measure.compare import Comparison
     from kvctl.measure.machine import Gpu, Machine
+    from kvctl.measure.quality import Quality
     from kvctl.measure.rates import Rates
 
 _SHARES = {
@@ -41,6 +43,9 @@ def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison 
     for point in report.points:
         if point.error is not None:
             screen.line(one_line(f"{_where(point)}: {point.error}"), "red")
+    if report.techniques is not None:
+        screen.line()
+        _techniques(screen, report.techniques)
     facts = [*_limits(report.points), *_lines(report.lines)]
     if facts:
         screen.line()
@@ -88,6 +93,10 @@ def _verdict(report: ProfileReport) -> tuple[str, str]:
     if measured:
         where = "the one point" if len(measured) == 1 else f"all {len(measured)} points"
         return f"{cut}the cache is as predicted, to the byte, in {where}", "bold yellow" if cut else "bold green"
+    if report.techniques is not None and report.agrees is not None:
+        count = plural(len(report.techniques.rows), "cache")
+        return (f"{cut}{count}: the bytes are as predicted", "bold green") if report.agrees else (
+            f"{cut}{count}: the bytes are NOT as predicted in all", "bold red")  # fmt: skip
     if report.agrees is not None:  # of another engine's log
         return (f"{cut}what it logged is as predicted", "bold green") if report.agrees else (
             f"{cut}what it logged is not as predicted", "bold red")  # fmt: skip
@@ -179,6 +188,61 @@ def _scaled(screen: Screen, report: ProfileReport) -> None:
             "–" if scaled.tpot_s is None else "about " + format_seconds(scaled.tpot_s),
         ), None, "" if scaled.agrees else "red"))  # fmt: skip
     screen.table("r" * 7, rows, bold=2)
+
+
+def _techniques(screen: Screen, found: Assessment) -> None:
+    """Each technique beside the plain cache; a star where no other is as good in fewer bytes."""
+    scored = any(row.quality for row in found.rows)
+    head = ["", "technique", "bytes", "smaller", "TTFT", "TPOT", "works in"]
+    if scored:
+        head += ["perplexity", "±", "KL", "p99", "top-1"]
+    rows: list[Row] = [(head, None, "dim")]
+    for row in found.rows:
+        cells = [
+            "*" if row.best else "",
+            row.name,
+            "–"
+            if row.kv_bytes is None
+            else f"{row.kv_bytes:,}" + ("" if row.agrees else f" ({row.predicted_bytes:,} predicted)"),
+            "–" if row.ratio is None else f"{row.ratio:.2f}×",
+            "–" if row.ttft is None else f"{row.ttft.value:.2f}×",
+            "–" if row.tpot is None else f"{row.tpot.value:.2f}×",
+            "–" if row.working_bytes is None else format_bytes(row.working_bytes),
+        ]
+        if scored:
+            cells += _quality(row.quality)
+        rows.append((cells, None, "red" if row.agrees is False else ""))
+    screen.table("llrrrrr" + "rrrrr" * scored, rows, bold=2)
+    for row in found.rows:
+        if row.error is not None:
+            screen.line(one_line(f"{row.name}: {row.error}"), "red")
+    settings = found.settings
+    lines = [f"bytes after {settings.context:,} tokens and {settings.decode:,} more; times over the plain cache's, in turn; "
+             "works in: memory at its most, beside the cache"]  # fmt: skip
+    quality = next((row.quality for row in found.rows if row.quality is not None), None)
+    if quality is not None:
+        lines.append(f"{quality.tokens:,} tokens of {one_line(found.text or '')}, each read through the cache after {settings.prompt:,} others: "
+                     f"perplexity {quality.plain_perplexity:.4g} plain; ± is a standard error; KL in nats; *: no other is as good in fewer bytes")  # fmt: skip
+    pairs = {frozenset((row.name, other)) for row in found.rows for other in row.like}
+    if pairs:
+        names = "; ".join(sorted(" and ".join(sorted(pair)) for pair in pairs))
+        lines.append(f"too few tokens to tell apart: {names}")
+    for text in lines:
+        screen.line(one_line(text), "dim")
+
+
+def _quality(quality: Quality | None) -> list[str]:
+    if quality is None:
+        return ["–"] * 5
+    change = quality.perplexity_change
+    error = "?" if change.error is None else f"{change.error:.2g}%"
+    return [
+        f"{change.value:+.2f}%",
+        error,
+        f"{quality.kl.value:.2g}",
+        f"{quality.kl_p99:.2g}",
+        f"{quality.top1.value:.1%}",
+    ]
 
 
 def _limits(points: Sequence[Point]) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ from schema_parts import (
     whole,
 )
 from schemas_machine import MACHINE
+from schemas_techniques import TECHNIQUES
 
 # -- times ---------------------------------------------------------------------------------
 
@@ -367,6 +368,7 @@ PROFILE = document(
         "lines": listed("How memory and times grow with context.", LINE),
         "until_oom": UNTIL_OOM,
         "machine": MACHINE,
+        "techniques": TECHNIQUES,
         "engine_log": maybe({**LOG, "description": "The start of another engine beside kvctl's plan; null with transformers."}),
         "notes": listed("What to know about it.", STRINGS),
         "warnings": listed("What to be wary of.", STRINGS),

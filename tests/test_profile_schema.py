@@ -15,9 +15,11 @@ from jsonschema import Draft202012Validator
 from test_schema import load, undescribed
 
 from kvctl.hardware.device import Device, Readings
+from kvctl.measure.assess import AssessAsked, Assessed, Assessment
 from kvctl.measure.environment import environment
 from kvctl.measure.fits import lines_of
 from kvctl.measure.machine import Gpu, Holder, look
+from kvctl.measure.quality import Estimate, Quality
 from kvctl.measure.rates import Rate, Rates
 from kvctl.measure.report import (
     CacheRow,
@@ -32,7 +34,7 @@ from kvctl.measure.report import (
 )
 from kvctl.measure.saved import Saved
 from kvctl.measure.saved import load as load_saved
-from kvctl.measure.statistics import Sample
+from kvctl.measure.statistics import Ratio, Sample
 from kvctl.output_profile import emit_profile
 from kvctl.reports import ModelInfo, WeightsInfo
 from kvctl.startlog.figures import Figure
@@ -88,6 +90,15 @@ RATES = Rates(
 )
 
 
+def assessment() -> Assessment:
+    estimate = Estimate(0.5, 0.1, 0.05)
+    found = Quality(1536, 6, 20, "blocks", 20.0, 20.1, estimate, estimate, 0.4, Estimate(0.99, 0.002, 0.001))
+    row = Assessed("int4", ("int4: …",), 576, 900, 900, 3200, 4096, Ratio(1.1, 1.0, 1.2, "pairs"), Ratio(1.2, 1.1, 1.3, "pairs"), found,
+                   ("fp8",), True, None)  # fmt: skip
+    broken = Assessed("int2", ("int2: …",), 576, error="out of memory")
+    return Assessment((row, broken), AssessAsked(512), "english")
+
+
 def full() -> ProfileReport:
     """A report with every part."""
     points = tuple(point(context) for context in (512, 1024, 2048, 4096))
@@ -111,6 +122,7 @@ def full() -> ProfileReport:
                            (Try(4096, True, "ran", GIB, 1.5), Try(4224, False, "killed by SIGKILL")), "a note", False),
         machine=look().replace(gpus=(gpu(),), no_gpu=None, load=(0.5, 0.25, 0.125), rates=(RATES,)),
         engine_log=log(),
+        techniques=assessment(),
         ranks=2,
         notes=("n",),
         warnings=("w",),

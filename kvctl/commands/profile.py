@@ -17,6 +17,7 @@ from kvctl.completing import (
     complete_output_formats,
     complete_profile_engines,
     complete_sources,
+    complete_techniques,
     complete_until,
     complete_weights,
 )
@@ -239,6 +240,49 @@ def profile(
             "--trust-remote-code", help="Run the Python code that a model repository brings. Never done unasked."
         ),
     ] = False,
+    technique: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--technique",
+            metavar="NAME",
+            help="Measure caches that are quantized or evicted from beside the plain one: int8,int4,h2o:0.25, or all; + composes.",
+            autocompletion=complete_techniques,
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            "--tokens",
+            metavar="N",
+            help="Tokens of text that each technique is scored on. Default: 1,536, in six pieces.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        Optional[str],
+        typer.Option(
+            "--text", metavar="FILE", help="The text. Default: English prose that kvctl brings.", show_default=False
+        ),
+    ] = None,
+    max_ppl_increase: Annotated[
+        Optional[str],
+        typer.Option(
+            "--max-ppl-increase",
+            metavar="PERCENT",
+            help="Exit with status 3 where a technique raises the perplexity by more.",
+            show_default=False,
+        ),
+    ] = None,
+    min_top1: Annotated[
+        Optional[str],
+        typer.Option(
+            "--min-top1",
+            metavar="PERCENT",
+            help="Exit with status 3 where a technique finds the same likeliest token less often.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with status 1 where a prediction is not right to the byte.")
     ] = False,
@@ -295,7 +339,7 @@ def profile(
         engine,
         of_transformers={"--layers": layers, "--tp": tp > 1, "--until-oom": until_oom, "--device-map": device_map, "--attn": attention,
                          "--prefill-chunk": prefill_chunk, "--trust-remote-code": trust_remote_code, "--device": device != "auto",
-                         "--encoder-tokens": encoder_tokens, "--source": source, "--revision": revision},
+                         "--encoder-tokens": encoder_tokens, "--technique": bool(technique), "--source": source, "--revision": revision},
         of_others={"--kv-dtype": kv_dtype != "auto", "--k-dtype": k_dtype != "auto", "--v-dtype": v_dtype != "auto",
                    "--engine-path": engine_path, "--engine-flags": engine_flags, **{item.spelling: True for item in context.obj or ()}},
         not_of_llama_cpp={"--weights random": weights == "random", "--dtype": dtype != "auto"},
@@ -313,6 +357,10 @@ def profile(
         weights=weights, layers=layers, dtype=dtype, device=device, device_map=device_map, attention=attention, ctx=ctx, batch=batch,
         decode=decode, prefill_chunk=prefill_chunk, repeat=repeat, prompt=prompt, seed=seed, ranks=ranks, until=until,
         overrides=set_ or [],
+    )  # fmt: skip
+    techniques = own.read_techniques(
+        technique, alone=tp == 1 and until is None and layers is None and batch == "1", tokens=tokens, text=text,
+        max_ppl_increase=max_ppl_increase, min_top1=min_top1,
     )  # fmt: skip
     own.check_files(save, plot, form)
     earlier = own.read_earlier(compare or [])
@@ -334,7 +382,12 @@ def profile(
                 seed=seed, encoder_tokens=encoder_tokens, trust_remote_code=trust_remote_code, ranks=ranks, revision=revision,
                 default_model=model is None,
             )  # fmt: skip
-            report = own.run(plan, ranks, until, limit, progress)
+            if techniques:
+                from kvctl.measure.run import profile_techniques
+
+                report = profile_techniques(plan, techniques, own.assess_asked(plan, tokens), text, progress)
+            else:
+                report = own.run(plan, ranks, until, limit, progress)
         else:
             report = own.run_other(
                 engine, model, spec, context.obj or (), ctx=ctx, batch=batch, decode=decode, repeat=repeat, dtype=dtype,
@@ -352,3 +405,7 @@ def profile(
         raise KeyboardInterrupt
     if report.failed or (check and not report.agrees):
         raise SystemExit(ExitCode.FAILED)
+    broken = own.judge(report, max_ppl_increase, min_top1)
+    if broken:
+        output_profile.say_broken(broken)
+        raise SystemExit(ExitCode.ANSWER_IS_NO)

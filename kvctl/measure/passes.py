@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import KvctlError
+from kvctl.errors import ConfigError, KvctlError
 from kvctl.measure.devices import synchronizer
 from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from kvctl.techniques import Technique
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 """What models call their cache, in arguments and outputs (transformers renamed past_key_values in 5.23)."""
@@ -48,10 +51,16 @@ class Passes:
         self.synchronize = synchronizer((device,))
         self.line_up: Callable[[], None] = lambda: None
         """Called before a run is timed: waits for other ranks, where there are any."""
+        self.technique: Technique | None = None
+        """What makes the cache smaller; None is the plain one."""
+        self.indexes: tuple[int, ...] = ()
+        """Layers of the cache that it works on."""
 
     def begin(self, batch: int) -> None:
         """An empty cache, and for an encoder-decoder what its cross attention looks at."""
         self.cache = self._empty_cache()
+        if self.technique is not None and not self.technique.plain:
+            self._equip(self.technique)
         self._beside = self._encoder_states(batch) if self._is_encoder_decoder else {}
 
     def feed(self, ids: Any) -> Any:
@@ -77,6 +86,31 @@ class Passes:
             # One book speaks for all: which token comes next is of no matter to what is measured.
             logits = logits.reshape(ids.shape[0] // (self._codebooks or 1), -1, *logits.shape[-2:])[:, 0]
         return logits[:, -1]
+
+    def logits(self, ids: Any) -> Any:
+        """Logits [batch, length, vocabulary] after each of the tokens [batch, length], which join the cache."""
+        given = {"use_cache": True, self._ids_name: ids, **self._beside}
+        if self.cache is not None and self._cache_name is not None:
+            given[self._cache_name] = self.cache
+        return self.model(**given).logits
+
+    def _equip(self, technique: Technique) -> None:
+        """Put the technique's layers in the place of plain ones.
+
+        Raises:
+            ConfigError: the model's cache or attention is not one that it works with.
+
+        """
+        if self.cache is None:
+            raise ConfigError(f"{technique.name}: {type(self.model).__name__} keeps a cache of its own kind",
+                              hint="kvctl size MODEL --technique … predicts it")  # fmt: skip
+        from kvctl.techniques import attention
+        from kvctl.techniques.caches import equipped
+
+        attention.remove(self.model)
+        equipped(self.cache, self.model, technique, self.indexes)
+        if technique.keep is not None:
+            attention.install(self.model, technique.name)
 
     def prefill(self, ids: Any, chunk: int | None = None) -> Any:
         """Logits after a prompt, in one piece or in chunks of so many tokens."""
@@ -113,6 +147,10 @@ class Passes:
     def drop(self) -> None:
         """Let go of the cache."""
         self.cache, self._beside = None, {}
+        if self.technique is not None and self.technique.keep is not None:
+            from kvctl.techniques import attention
+
+            attention.remove(self.model)
 
     def _empty_cache(self) -> Any:
         """The cache that generate() makes; None for models that bring their own."""

@@ -285,6 +285,8 @@ class ProfileReport(Record):
     until_oom: UntilOom | None = None
     machine: Any = None
     """kvctl.measure.machine.Machine, where it was looked at."""
+    techniques: Any = None
+    """kvctl.measure.assess.Assessment, where techniques were asked for."""
     engine_log: Any = None
     """kvctl.startlog.LogReport of another engine's start."""
     ranks: int = 1
@@ -300,12 +302,18 @@ class ProfileReport(Record):
         found = [point.agrees for point in self.points if point.agrees is not None]
         if self.engine_log is not None:
             found.append(self.engine_log.agrees)
+        if self.techniques is not None and self.techniques.agrees is not None:
+            found.append(self.techniques.agrees)
         return all(found) if found else None
 
     @property
     def found(self) -> bool:
-        """Whether there is anything to keep of an interrupted run: points, or tries."""
-        return bool(self.points) or (self.until_oom is not None and bool(self.until_oom.tries))
+        """Whether there is anything to keep of an interrupted run: points, techniques, or tries."""
+        return (
+            bool(self.points)
+            or self.techniques is not None
+            or (self.until_oom is not None and bool(self.until_oom.tries))
+        )
 
     @property
     def failed(self) -> bool:
@@ -330,6 +338,7 @@ class ProfileReport(Record):
             "lines": [line.to_dict() for line in self.lines],
             "until_oom": _part(self.until_oom),
             "machine": _part(self.machine),
+            "techniques": _part(self.techniques),
             "engine_log": _part(self.engine_log),
             "notes": self.notes,
             "warnings": self.warnings,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvctl import signals
+from kvctl import signals, texts
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import KvctlError, SourceError
 from kvctl.measure.idle import NOTICEABLE
@@ -18,10 +18,12 @@ from kvctl.units import plural
 
 if TYPE_CHECKING:
     from kvctl.formats import DType
+    from kvctl.measure.assess import AssessAsked
     from kvctl.measure.loaded import Loaded, Wanted
     from kvctl.measure.points import Asked
     from kvctl.measure.rates import Rates
     from kvctl.spec import ModelSpec
+    from kvctl.techniques import Technique
 
 INSTALL = "pip install 'kvctl[measure]'"
 _RATE_BUDGET_S = 0.3
@@ -165,6 +167,38 @@ def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
     )
 
 
+def profile_techniques(
+    plan: ProfilePlan, techniques: Sequence[Technique], asked: AssessAsked, text: str | None, progress: Progress
+) -> ProfileReport:  # fmt: skip
+    """Load the model and measure every technique beside the plain cache; `text` is a file, None the one that kvctl ships.
+
+    Raises:
+        KvctlError: the model cannot be loaded or run, or a technique does not work with it.
+
+    """
+    from kvctl.measure.assess import assess
+    from kvctl.measure.hush import quiet
+
+    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
+    notes: list[str] = []
+    _threads(notes)
+    model = ready(plan.replace(limits=False), progress.now)
+    notes += model.notes
+    ids = None
+    if model.loaded.tokenizer_path is not None:
+        ids = ("english" if text is None else text, _tokenized(model.loaded, plan, read_text(text)))
+    elif text is not None:
+        raise SourceError("--text needs the model's own tokenizer, and random weights have none")
+    else:
+        notes.append("quality needs a text, and a model with random weights has no tokenizer: bytes and times alone")
+    with quiet():
+        found = assess(model.loaded, techniques, asked, model.dtype, model.tokens, ids, progress.now,
+                       lambda row: progress.now.stage(row.words))  # fmt: skip
+    return report_of(plan, question.dtype, model.loaded).replace(
+        techniques=found, notes=tuple(notes), warnings=question.warnings, interrupted=found.interrupted
+    )
+
+
 def unmeasured(plan: ProfilePlan) -> ProfileReport:
     """The report of a run that did not come to measuring points."""
     return report_of(plan, prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype, None)
@@ -236,7 +270,7 @@ def _version(package: str) -> str | None:
 
 def _prompt(plan: ProfilePlan, loaded: Loaded, notes: list[str]) -> Callable[[int, int], Any]:
     """What fills the prompt: a text's tokens, or random ones where the model has no tokenizer."""
-    from kvctl.measure.points import texts
+    from kvctl.measure import points
 
     config = loaded.model.config.get_text_config(decoder=True)
     vocabulary = getattr(config, "vocab_size", None) or 1000
@@ -256,7 +290,7 @@ def _prompt(plan: ProfilePlan, loaded: Loaded, notes: list[str]) -> Callable[[in
     elif plan.prompt is not None:
         raise SourceError("--prompt needs the model's own tokenizer, and random weights have none",
                           hint="without --prompt the prompt is random tokens")  # fmt: skip
-    return texts(ids, vocabulary, plan.asked.seed)
+    return points.texts(ids, vocabulary, plan.asked.seed)
 
 
 def _tokenized(loaded: Loaded, plan: ProfilePlan, text: str) -> list[int]:
@@ -277,9 +311,7 @@ def _tokenized(loaded: Loaded, plan: ProfilePlan, text: str) -> list[int]:
 def read_text(path: str | None) -> str:
     """A prompt from a file, or the one that kvctl ships."""
     if path is None:
-        from importlib import resources
-
-        return resources.files("kvctl").joinpath("data", "prompt.txt").read_text(encoding="utf-8")
+        return texts.read(texts.samples()[0])
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:

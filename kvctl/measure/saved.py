@@ -107,7 +107,8 @@ def _profile(data: Mapping[str, Any]) -> ProfileReport:
     flat = dict(data) | {"engine": engine.get("name"), "engine_version": engine.get("version")}
     flat["version"] = flat.pop("kvctl_version", None)
     flat |= {
-        name: None if flat.get(name) is None else Kept(_free(flat[name], name)) for name in ("machine", "engine_log")
+        name: None if flat.get(name) is None else Kept(_free(flat[name], name))
+        for name in ("machine", "engine_log", "techniques")
     }
     return _record(ProfileReport, flat, "")
 
