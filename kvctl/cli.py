@@ -218,7 +218,7 @@ def _usage_or_fault(err: Exception) -> int:
             return _say(message, hint, ExitCode.USAGE)
         return _say(message, f"see {path} --help", ExitCode.USAGE)
     if type(err).__name__ == "Abort":
-        return _say("interrupted", None, ExitCode.INTERRUPTED)
+        return _interrupted()
     if isinstance(err, OSError):
         return _say(f"{err.strerror or err}: {err.filename}" if err.filename else str(err), None, ExitCode.FAILED)
     return _say(

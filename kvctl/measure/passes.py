@@ -65,15 +65,11 @@ class Passes:
 
     def feed(self, ids: Any) -> Any:
         """Logits [batch, vocabulary] after tokens [batch, length], which join the cache."""
-        given = dict(self._fixed, **self._beside)
         if self._codebooks:
             ids = ids.repeat_interleave(self._codebooks, 0)
         elif self._channels:
             ids = ids[..., None].expand(-1, -1, self._channels)
-        given[self._ids_name] = ids
-        if self.cache is not None and self._cache_name is not None:
-            given[self._cache_name] = self.cache
-        out = self.model(**given)
+        out = self.model(**self._given(ids, self._fixed))
         for name in _CACHE_NAMES:
             found = getattr(out, name, None)
             if found is not None:
@@ -89,10 +85,14 @@ class Passes:
 
     def logits(self, ids: Any) -> Any:
         """Logits [batch, length, vocabulary] after each of the tokens [batch, length], which join the cache."""
-        given = {"use_cache": True, self._ids_name: ids, **self._beside}
+        return self.model(**self._given(ids, {"use_cache": True})).logits
+
+    def _given(self, ids: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """What a pass of the model is called with."""
+        given = {**settings, **self._beside, self._ids_name: ids}
         if self.cache is not None and self._cache_name is not None:
             given[self._cache_name] = self.cache
-        return self.model(**given).logits
+        return given
 
     def _equip(self, technique: Technique) -> None:
         """Put the technique's layers in the place of plain ones.

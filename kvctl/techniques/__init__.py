@@ -120,8 +120,11 @@ class Technique(Record):
     store: Store = Store()
     keep: Keep | None = None
     kinds: tuple[Kind, ...] = ()
-    by_layer: bool = False
-    """Whether layers are treated differently."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers are treated differently."""
+        return self.keep is not None and self.keep.by_layer
 
     @property
     def scheme(self) -> str:
@@ -174,7 +177,7 @@ def parse(text: str) -> Technique:
             store = made
     if keep is not None:
         keep = _together(text, store, keep)
-    return Technique(text.strip(), store, keep, tuple(kinds), keep is not None and keep.by_layer)
+    return Technique(text.strip(), store, keep, tuple(kinds))
 
 
 def _together(text: str, store: Store, keep: Keep) -> Keep:

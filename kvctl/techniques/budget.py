@@ -23,10 +23,6 @@ class Budget(Record):
         assert most is not None
         return min(seen, max(most, self.least))
 
-    def words(self) -> str:
-        """ "0.25" or "512", as `read_budget` has it."""
-        return str(self.tokens) if self.share is None else f"{float(self.share):g}"
-
 
 def read_budget(text: str, what: str) -> Budget:
     """ "512" and "2k" are tokens; "0.25", "25%" and "1" with a point are a share of the tokens seen.

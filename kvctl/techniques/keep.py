@@ -23,8 +23,6 @@ class Keep(Record):
     """An eviction. The first `sinks` and the newest `recent` tokens of every head always stay."""
 
     name: ClassVar[str]
-    sees: ClassVar[bool] = True
-    """Whether it looks at queries; positions alone decide where not."""
     by_layer: ClassVar[bool] = False
     """Whether its budgets differ from layer to layer."""
 

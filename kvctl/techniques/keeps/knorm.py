@@ -20,7 +20,6 @@ class KeyNorm(Keep):
     """The tokens whose keys are shortest."""
 
     name: ClassVar[str] = "knorm"
-    sees: ClassVar[bool] = False
 
     def policy(self, place: Place, model: Any) -> Policy:
         from kvctl.techniques.keeps.torch_plain import ShortKeys

@@ -20,7 +20,6 @@ class Random(Keep):
     """An even sample."""
 
     name: ClassVar[str] = "random"
-    sees: ClassVar[bool] = False
     seed: int = 0
 
     def beside(self, kept: int, heads: int, place: Place) -> int:

@@ -16,7 +16,6 @@ class Window(Keep):
     """As many of the newest as the budget has."""
 
     name: ClassVar[str] = "window"
-    sees: ClassVar[bool] = False
 
     def policy(self, place: Place, model: Any) -> Policy:
         from kvctl.techniques.keeps.torch_plain import Newest
