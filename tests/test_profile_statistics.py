@@ -10,7 +10,7 @@ import pytest
 
 from kvctl.measure.fits import fitted, lines_of
 from kvctl.measure.report import CacheRow, MemoryUse, Point, ProfileReport
-from kvctl.measure.statistics import Sample, quantile, ratio, t_quantile
+from kvctl.measure.statistics import Ratio, Sample, quantile, ratio, t_quantile
 
 
 # Student's t, two-sided 95%: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2, column 0.975; the last
@@ -125,6 +125,14 @@ def test_a_ratio_of_single_repeats_goes_by_steps() -> None:
     assert found.by == "steps"
     assert found.low is not None
     assert found.low == pytest.approx(1.2 ** -math.sqrt(2))
+
+
+def test_a_noise_of_its_own_widens_a_ratio() -> None:
+    # 1.1 within 1.1/1.03 … 1.1·1.04, and 5%: ln 1.03 = 0.029559, ln 1.04 = 0.039221, ln 1.05 = 0.048790;
+    # √(0.029559² + 0.048790²) = 0.057045, √(0.039221² + 0.048790²) = 0.062599; 1.1·e^-0.057045 = 1.039007, 1.1·e^0.062599 = 1.171060.
+    found = Ratio(1.1, 1.1 / 1.03, 1.1 * 1.04, "repeats").widened(0.05)
+    assert (found.low, found.high) == (pytest.approx(1.039007, abs=1e-5), pytest.approx(1.171060, abs=1e-5))
+    assert Ratio(1.1, None, None, "repeats").widened(0.05).low is None
 
 
 def normal(rng: random.Random) -> float:

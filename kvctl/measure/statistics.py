@@ -122,6 +122,16 @@ class Ratio(Record):
         """Whether the two may be the same; None where that is not known."""
         return None if self.low is None or self.high is None else self.low <= 1 <= self.high
 
+    def widened(self, share: float) -> Ratio:
+        """With a noise that the samples cannot know, as a share of the value, in the interval too."""
+        if self.low is None or self.high is None:
+            return self
+        below, above = (
+            math.hypot(math.log(end / self.value), math.log1p(share)) * sign
+            for end, sign in ((self.low, -1), (self.high, 1))
+        )
+        return self.replace(low=self.value * math.exp(below), high=self.value * math.exp(above))
+
     def to_dict(self) -> dict[str, Any]:
         interval = None if self.low is None else [self.low, self.high]
         return {"value": self.value, "interval": interval, "by": self.by}
