@@ -160,6 +160,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from profile' -l tokens -x -d 'Toke
 complete -c kvctl -n '__fish_seen_subcommand_from profile' -l text -r -d 'The text. Default'
 complete -c kvctl -n '__fish_seen_subcommand_from profile' -l max-ppl-increase -x -d 'Exit with status 3 where a technique raises the perplexity by more'
 complete -c kvctl -n '__fish_seen_subcommand_from profile' -l min-top1 -x -d 'Exit with status 3 where a technique finds the same likeliest token ...'
+complete -c kvctl -n '__fish_seen_subcommand_from profile' -l best -d 'Name the smallest technique that keeps the bounds'
 complete -c kvctl -n '__fish_seen_subcommand_from profile' -l check -d 'Exit with status 1 where a prediction is not right to the byte'
 complete -c kvctl -n '__fish_seen_subcommand_from profile' -l save -r -d 'Keep the result, as JSON'
 complete -c kvctl -n '__fish_seen_subcommand_from profile' -l compare -r -d 'Put a saved result beside this one, with ratios and noise'

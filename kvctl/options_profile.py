@@ -14,7 +14,7 @@ from kvctl.units import parse_bytes, parse_token_list, plural
 
 if TYPE_CHECKING:
     from kvctl.engines.flags import Given
-    from kvctl.measure.assess import AssessAsked
+    from kvctl.measure.assessed import AssessAsked
     from kvctl.measure.machine import Machine
     from kvctl.measure.report import ProfileReport
     from kvctl.measure.run import ProfilePlan, Progress
@@ -405,6 +405,8 @@ def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) 
             raise UsageError(f"{option} is about techniques, and none is named", hint="--technique int8,int4")
         if name in ("max_ppl_increase", "min_top1"):
             _percent(value, option)
+        if name == "best" and value and bounds.get("max_ppl_increase") is None and bounds.get("min_top1") is None:
+            raise UsageError("--best takes a bound to be kept", hint="--max-ppl-increase 1%, or --min-top1 98%")
         if name == "tokens" and value is not None and not 1 <= value <= 2**20:
             raise UsageError(
                 f"--tokens: {value} is out of range", hint="tokens of the text that are scored: from 1 to 1,048,576"
@@ -422,39 +424,19 @@ def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) 
     return found
 
 
-def assess_asked(plan: ProfilePlan, tokens: int | None) -> AssessAsked:
-    """What is measured of each technique."""
-    from kvctl.measure.assess import AssessAsked
-
-    asked = AssessAsked(max(plan.asked.contexts), plan.asked.decode, max(plan.asked.repeat, 1))
-    if tokens is None:
-        return asked
-    windows = -(-tokens // asked.scored)
-    return asked.replace(windows=windows, scored=-(-tokens // windows))
-
-
-def judge(report: ProfileReport, most_change: str | None, least_top1: str | None) -> list[str]:
-    """What breaks the bounds: a line for each technique, none where all keep them.
+def assess_asked(plan: ProfilePlan, tokens: int | None, most_change: str | None, least_top1: str | None) -> AssessAsked:
+    """What is measured of each technique.
 
     Raises:
-        UsageError: a bound that is no percentage.
+        UsageError: a bound that is no percentage, or a model whose positions end before anything can be scored.
 
     """
-    most, least = _percent(most_change, "--max-ppl-increase"), _percent(least_top1, "--min-top1")
-    out = []
-    for row in report.techniques.rows if report.techniques is not None else ():
-        quality = row.quality
-        if quality is None:
-            continue
-        if most is not None and quality.perplexity_change.value > most:
-            out.append(
-                f"{row.name}: perplexity {quality.perplexity_change.value:+.2f}%, and at most {most:g}% is asked for"
-            )
-        if least is not None and 100 * quality.top1.value < least:
-            out.append(
-                f"{row.name}: top-1 agreement {100 * quality.top1.value:.1f}%, and at least {least:g}% is asked for"
-            )
-    return out
+    from kvctl.measure.assessed import AssessAsked, Bounds
+
+    bounds = Bounds(_percent(most_change, "--max-ppl-increase"), _percent(least_top1, "--min-top1"))
+    return AssessAsked(max(plan.asked.contexts), plan.asked.decode, max(plan.asked.repeat, 1), bounds=bounds).within(
+        plan.spec.max_context, tokens
+    )
 
 
 def _percent(text: str | None, option: str) -> float | None:

@@ -13,6 +13,7 @@ from kvctl.units import format_bytes, format_seconds
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
+    from kvctl.measure.assessed import Assessed
     from kvctl.measure.machine import Machine
     from kvctl.measure.report import Point, ProfileReport, Try
     from kvctl.measure.run import Now, Progress
@@ -102,6 +103,8 @@ def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, 
         output.print_json(document | ({"comparison": comparison.to_dict()} if comparison is not None else {}))
     elif form in ("csv", "md"):
         rows = [_row(report, point) for point in report.points]
+        if report.techniques is not None:
+            rows = [_technique(report, row) for row in report.techniques.rows]
         if report.model is None:
             rows = [
                 {"device": rates.device, "bandwidth_bytes_per_second": rates.bandwidth}
@@ -168,4 +171,31 @@ def _row(report: ProfileReport, point: Point) -> dict[str, Any]:
         "peak_bytes": point.memory.peak_bytes if point.memory else None,
         "steady_bytes": point.memory.steady_bytes if point.memory else None,
         "error": point.error,
+    }
+
+
+def _technique(report: ProfileReport, row: Assessed) -> dict[str, Any]:
+    """A technique as flat columns."""
+    quality = row.quality
+    return {
+        "model": report.model.id if report.model is not None else "",
+        "dtype": report.dtype,
+        "technique": row.name,
+        "tokens": row.tokens,
+        "kv_bytes": row.kv_bytes,
+        "predicted_bytes": row.predicted_bytes,
+        "agrees": row.agrees,
+        "ratio": row.ratio,
+        "working_bytes": row.working_bytes,
+        "ttft_ratio": row.ttft.value if row.ttft else None,
+        "tpot_ratio": row.tpot.value if row.tpot else None,
+        "perplexity_change_percent": quality.perplexity_change.value if quality else None,
+        "perplexity_change_error": quality.perplexity_change.error if quality else None,
+        "kl_nats": quality.kl.value if quality else None,
+        "kl_p99_nats": quality.kl_p99 if quality else None,
+        "top1_agreement": quality.top1.value if quality else None,
+        "greedy_same": row.greedy.same if row.greedy else None,
+        "keys_found": sum(row.recall.found) if row.recall else None,
+        "pareto": row.pareto,
+        "error": row.error,
     }

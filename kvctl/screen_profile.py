@@ -14,10 +14,9 @@ from kvctl.units import format_bytes, format_seconds, plural
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
-    from kvctl.measure.assess import Assessment
+    from kvctl.measure.assessed import Assessed, Assessment
     from kvctl.measure.compare import Comparison
     from kvctl.measure.machine import Gpu, Machine
-    from kvctl.measure.quality import Quality
     from kvctl.measure.rates import Rates
 
 _SHARES = {
@@ -195,11 +194,11 @@ def _techniques(screen: Screen, found: Assessment) -> None:
     scored = any(row.quality for row in found.rows)
     head = ["", "technique", "bytes", "smaller", "TTFT", "TPOT", "works in"]
     if scored:
-        head += ["perplexity", "±", "KL", "p99", "top-1"]
+        head += ["perplexity", "±", "KL", "p99", "top-1", "same", "keys"]
     rows: list[Row] = [(head, None, "dim")]
     for row in found.rows:
         cells = [
-            "*" if row.best else "",
+            "*" if row.pareto else "",
             row.name,
             "–"
             if row.kv_bytes is None
@@ -210,9 +209,9 @@ def _techniques(screen: Screen, found: Assessment) -> None:
             "–" if row.working_bytes is None else format_bytes(row.working_bytes),
         ]
         if scored:
-            cells += _quality(row.quality)
+            cells += _quality(row)
         rows.append((cells, None, "red" if row.agrees is False else ""))
-    screen.table("llrrrrr" + "rrrrr" * scored, rows, bold=2)
+    screen.table("llrrrrr" + "rrrrrrr" * scored, rows, bold=2)
     for row in found.rows:
         if row.error is not None:
             screen.line(one_line(f"{row.name}: {row.error}"), "red")
@@ -223,26 +222,52 @@ def _techniques(screen: Screen, found: Assessment) -> None:
     if quality is not None:
         lines.append(f"{quality.tokens:,} tokens of {one_line(found.text or '')}, each read through the cache after {settings.prompt:,} others: "
                      f"perplexity {quality.plain_perplexity:.4g} plain; ± is a standard error; KL in nats; *: no other is as good in fewer bytes")  # fmt: skip
+    greedy = next((row.greedy for row in found.rows if row.greedy is not None), None)
+    if greedy is not None:
+        lines.append(
+            f"same: of {greedy.of} tokens generated after {greedy.texts} texts, those before the first that differs from the plain cache's"
+        )
+    recall = next((row.recall for row in found.rows if row.recall is not None), None)
+    if recall is not None:
+        depths = ", ".join(f"{depth:.0%}" for depth in recall.depths)
+        lines.append(f"keys: numbers hidden at {depths} of {settings.prompt:,} tokens that were found again")
     pairs = {frozenset((row.name, other)) for row in found.rows for other in row.like}
     if pairs:
         names = "; ".join(sorted(" and ".join(sorted(pair)) for pair in pairs))
         lines.append(f"too few tokens to tell apart: {names}")
     for text in lines:
         screen.line(one_line(text), "dim")
+    if settings.bounds:
+        screen.line(one_line(smallest_words(found)), "bold")
 
 
-def _quality(quality: Quality | None) -> list[str]:
-    if quality is None:
-        return ["–"] * 5
-    change = quality.perplexity_change
-    error = "?" if change.error is None else f"{change.error:.2g}%"
-    return [
-        f"{change.value:+.2f}%",
-        error,
-        f"{quality.kl.value:.2g}",
-        f"{quality.kl_p99:.2g}",
-        f"{quality.top1.value:.1%}",
-    ]
+def smallest_words(found: Assessment) -> str:
+    """Which technique is the smallest that keeps the bounds."""
+    row, bounds = found.smallest, found.settings.bounds
+    asked = [] if bounds.most_change is None else [f"perplexity up to +{bounds.most_change:g}%"]
+    asked += [] if bounds.least_top1 is None else [f"top-1 of at least {bounds.least_top1:g}%"]
+    what = " and ".join(asked)
+    if row is None:
+        return f"none keeps {what}"
+    words = f"smallest with {what}: {row.name}, {row.kv_bytes or 0:,} bytes"
+    words += "" if row.ratio is None else f", {row.ratio:.2f}× smaller"
+    return words if bounds.sure(row) else f"{words}; more --tokens would make that certain"
+
+
+def _quality(row: Assessed) -> list[str]:
+    cells = ["–"] * 5
+    if row.quality is not None:
+        change = row.quality.perplexity_change
+        cells = [
+            f"{change.value:+.2f}%",
+            "?" if change.error is None else f"{change.error:.2g}%",
+            f"{row.quality.kl.value:.2g}",
+            f"{row.quality.kl_p99:.2g}",
+            f"{row.quality.top1.value:.1%}",
+        ]
+    cells.append("–" if row.greedy is None else f"{row.greedy.same:.3g}")
+    cells.append("–" if row.recall is None else row.recall.words)
+    return cells
 
 
 def _limits(points: Sequence[Point]) -> list[tuple[str, str]]:

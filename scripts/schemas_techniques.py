@@ -65,6 +65,36 @@ ROW = obj(
         "ttft_ratio": over_plain("Time to the first token."),
         "tpot_ratio": over_plain("Time per output token."),
         "quality": QUALITY,
+        "greedy": maybe(
+            obj(
+                "The likeliest continuation beside the plain cache's; null for that one, and where no text was read.",
+                {
+                    "same": number("Tokens before the first that differs: the mean over texts."),
+                    "of": whole("Tokens that were generated."),
+                    "texts": whole("Pieces of text that were continued."),
+                },
+            )
+        ),
+        "recall": maybe(
+            obj(
+                "Keys hidden in a text that were found again; null where no text was read.",
+                {
+                    "found": whole("Keys that were found."),
+                    "of": whole("Keys that were hidden."),
+                    "by_depth": listed(
+                        "Depth by depth.",
+                        obj(
+                            "One depth.",
+                            {
+                                "depth": number("Where in the prompt: 0 is its beginning, 1 its end."),
+                                "found": whole("Keys that were found."),
+                                "of": whole("Keys that were hidden."),
+                            },
+                        ),
+                    ),
+                },
+            )
+        ),
         "not_told_from": listed("Techniques that the text does not tell it from.", STRINGS),
         "pareto": flag("Whether no other is as good (by divergence) in fewer bytes."),
         "error": of(["string", "null"], "Why it could not be measured."),
@@ -77,6 +107,10 @@ TECHNIQUES = maybe(
             "agrees": of(["boolean", "null"], "Whether all bytes are as predicted."),
             "text": of(["string", "null"], "What was read; null where quality was not measured."),
             "interrupted": flag("Whether it was interrupted."),
+            "smallest": of(
+                ["string", "null"],
+                "The technique with the fewest bytes that keeps the bounds; null where none does, or none were set.",
+            ),
             "settings": obj(
                 "What was measured of each.",
                 {
@@ -86,6 +120,16 @@ TECHNIQUES = maybe(
                     "windows": whole("Pieces of text, at most."),
                     "prompt": whole("Tokens of a piece before those that count."),
                     "scored": whole("Tokens of a piece that count."),
+                    "greedy": whole("Tokens that are generated after each piece."),
+                    "depths": listed("Where keys are hidden: 0 is a prompt's beginning.", {"type": "number"}),
+                    "keys": whole("Prompts with a key for each depth."),
+                    "bounds": obj(
+                        "What was asked for.",
+                        {
+                            "max_perplexity_increase_percent": of(["number", "null"], "--max-ppl-increase."),
+                            "min_top1_percent": of(["number", "null"], "--min-top1."),
+                        },
+                    ),
                 },
             ),
             "rows": listed("The plain cache, then the others by bytes.", ROW),

@@ -283,6 +283,12 @@ def profile(
             show_default=False,
         ),
     ] = None,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Name the smallest technique that keeps the bounds; status 3 only where none does."
+        ),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with status 1 where a prediction is not right to the byte.")
     ] = False,
@@ -360,7 +366,7 @@ def profile(
     )  # fmt: skip
     techniques = own.read_techniques(
         technique, alone=tp == 1 and until is None and layers is None and batch == "1", tokens=tokens, text=text,
-        max_ppl_increase=max_ppl_increase, min_top1=min_top1,
+        max_ppl_increase=max_ppl_increase, min_top1=min_top1, best=best or None,
     )  # fmt: skip
     own.check_files(save, plot, form)
     earlier = own.read_earlier(compare or [])
@@ -385,7 +391,8 @@ def profile(
             if techniques:
                 from kvctl.measure.run import profile_techniques
 
-                report = profile_techniques(plan, techniques, own.assess_asked(plan, tokens), text, progress)
+                asked = own.assess_asked(plan, tokens, max_ppl_increase, min_top1)
+                report = profile_techniques(plan, techniques, asked, text, progress)
             else:
                 report = own.run(plan, ranks, until, limit, progress)
         else:
@@ -405,7 +412,7 @@ def profile(
         raise KeyboardInterrupt
     if report.failed or (check and not report.agrees):
         raise SystemExit(ExitCode.FAILED)
-    broken = own.judge(report, max_ppl_increase, min_top1)
+    broken = report.techniques.broken(best=best) if report.techniques is not None else []
     if broken:
         output_profile.say_broken(broken)
         raise SystemExit(ExitCode.ANSWER_IS_NO)

@@ -286,7 +286,7 @@ class ProfileReport(Record):
     machine: Any = None
     """kvctl.measure.machine.Machine, where it was looked at."""
     techniques: Any = None
-    """kvctl.measure.assess.Assessment, where techniques were asked for."""
+    """kvctl.measure.assessed.Assessment, where techniques were asked for."""
     engine_log: Any = None
     """kvctl.startlog.LogReport of another engine's start."""
     ranks: int = 1

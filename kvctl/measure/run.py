@@ -18,7 +18,8 @@ from kvctl.units import plural
 
 if TYPE_CHECKING:
     from kvctl.formats import DType
-    from kvctl.measure.assess import AssessAsked
+    from kvctl.measure.assessed import AssessAsked
+    from kvctl.measure.generation import Reading
     from kvctl.measure.loaded import Loaded, Wanted
     from kvctl.measure.points import Asked
     from kvctl.measure.rates import Rates
@@ -186,7 +187,7 @@ def profile_techniques(
     notes += model.notes
     ids = None
     if model.loaded.tokenizer_path is not None:
-        ids = ("english" if text is None else text, _tokenized(model.loaded, plan, read_text(text)))
+        ids = _reading("english" if text is None else text, model.loaded, plan, read_text(text))
     elif text is not None:
         raise SourceError("--text needs the model's own tokenizer, and random weights have none")
     else:
@@ -294,6 +295,10 @@ def _prompt(plan: ProfilePlan, loaded: Loaded, notes: list[str]) -> Callable[[in
 
 
 def _tokenized(loaded: Loaded, plan: ProfilePlan, text: str) -> list[int]:
+    return [int(token) for token in _tokenizer(loaded, plan)(text)["input_ids"]]
+
+
+def _tokenizer(loaded: Loaded, plan: ProfilePlan) -> Any:
     import transformers
 
     from kvctl.measure.hush import quiet
@@ -304,8 +309,25 @@ def _tokenized(loaded: Loaded, plan: ProfilePlan, text: str) -> list[int]:
     if plan.wanted.revision is not None:
         told["revision"] = plan.wanted.revision
     with quiet():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(loaded.tokenizer_path, **told)
-        return [int(token) for token in tokenizer(text)["input_ids"]]
+        return transformers.AutoTokenizer.from_pretrained(loaded.tokenizer_path, **told)
+
+
+def _reading(name: str, loaded: Loaded, plan: ProfilePlan, text: str) -> Reading:
+    """A text as the model's tokenizer reads it."""
+    from kvctl.measure.generation import Reading
+    from kvctl.measure.hush import quiet
+
+    tokenizer = _tokenizer(loaded, plan)
+
+    def encode(words: str) -> list[int]:
+        with quiet():
+            return [int(token) for token in tokenizer(words, add_special_tokens=False)["input_ids"]]
+
+    with quiet():
+        ids = tuple(int(token) for token in tokenizer(text)["input_ids"])
+    first = tokenizer.bos_token_id
+    begin = (int(first),) if first is not None and ids[:1] == (first,) else ()
+    return Reading(name, ids, encode, tokenizer.decode, begin)
 
 
 def read_text(path: str | None) -> str:
