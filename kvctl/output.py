@@ -30,6 +30,7 @@ from kvctl.words import (
 
 if TYPE_CHECKING:
     from kvctl.plot import Chart
+    from kvctl.plot.scatter import Scatter
 
 
 def say(kind: str, lines: Iterable[str]) -> None:
@@ -89,7 +90,7 @@ def emit_listing(rows: Sequence[dict[str, Any]], form: str) -> None:
         print_listing(rows)
 
 
-def emit_chart(chart: Chart, path: str) -> None:
+def emit_chart(chart: Chart | Scatter, path: str) -> None:
     """Draw a chart into a file, or on the terminal for "-"."""
     from kvctl import plot
 

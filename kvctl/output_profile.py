@@ -128,9 +128,9 @@ def say_broken(lines: Sequence[str]) -> None:
 
 def emit_plot(report: ProfileReport, path: str) -> None:
     """Draw a profile."""
-    from kvctl.plot.profile import chart_of
+    from kvctl.plot.profile import chart_of, quality_of
 
-    output.emit_chart(chart_of(report), path)
+    output.emit_chart(chart_of(report) if report.techniques is None else quality_of(report, report.techniques), path)
 
 
 def emit_machine(machine: Machine, form: str) -> None:

@@ -120,7 +120,8 @@ TECHNIQUES = maybe(
                     "windows": whole("Pieces of text, at most."),
                     "prompt": whole("Tokens of a piece before those that count."),
                     "scored": whole("Tokens of a piece that count."),
-                    "greedy": whole("Tokens that are generated after each piece."),
+                    "greedy": whole("Tokens that are generated after each prompt."),
+                    "texts": whole("Pieces of text that are continued, at most."),
                     "depths": listed("Where keys are hidden: 0 is a prompt's beginning.", {"type": "number"}),
                     "keys": whole("Prompts with a key for each depth."),
                     "bounds": obj(

@@ -309,7 +309,7 @@ def profile(
         typer.Option(
             "--plot",
             metavar="FILE",
-            help="Draw memory and TPOT against context, measured points on the predicted line: FILE.svg, .png or .html; - draws in the terminal.",
+            help="Draw memory and TPOT against context, measured points on the predicted line, or with --technique quality against bytes: FILE.svg, .png or .html; - draws in the terminal.",
             show_default=False,
         ),
     ] = None,
@@ -406,7 +406,7 @@ def profile(
     output_profile.emit_profile(report, form, earlier, quiet=quiet)
     if unsaved is not None:  # what took long to measure was printed all the same
         raise unsaved
-    if plot is not None and report.points:
+    if plot is not None and (report.points or report.techniques is not None):
         output_profile.emit_plot(report, plot)
     if report.interrupted:
         raise KeyboardInterrupt

@@ -180,7 +180,7 @@ class _Run:
         asked = self.asked
         able = [one for one in self._able() if not one.plain]
         tallies = {one.name: Tally(one.name) for one in able}
-        windows = self._windows()
+        windows = self._windows(asked.windows)
         vocabulary = int(self.loaded.model.config.get_text_config(decoder=True).vocab_size)
         together = max(1, _MOST_LOGITS // (asked.scored * vocabulary))
         for start in range(0, len(windows), together):
@@ -196,7 +196,7 @@ class _Run:
 
     def _generated(self, text: Reading) -> None:
         """Continuations of the same windows, and keys hidden in others."""
-        prompts = self._windows()[:, : self.asked.prompt]
+        prompts = self._windows(self.asked.texts)[:, : self.asked.prompt]
         needles = Needles(text, self.asked)
         plain: list[list[int]] = []
         for technique in self._able():
@@ -217,13 +217,13 @@ class _Run:
     def _telling(self, technique: Technique, what: str) -> Callable[[int], None]:
         return lambda number: self.now.say(f"{technique.name}: {what}, token {number + 1}")
 
-    def _windows(self) -> Any:
+    def _windows(self, most: int) -> Any:
         """[windows, tokens]: spread evenly over the text."""
         import torch
 
         assert self.text is not None
         ids, asked = self.text.ids, self.asked
-        count = min(asked.windows, max(len(ids) // asked.window, 1))
+        count = min(most, max(len(ids) // asked.window, 1))
         apart = (len(ids) - asked.window) // max(count - 1, 1)
         rows = [ids[index * apart : index * apart + asked.window] for index in range(count)]
         return torch.tensor(rows, dtype=torch.long, device=self.loaded.device)

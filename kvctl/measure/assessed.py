@@ -66,7 +66,8 @@ class AssessAsked(Record):
     scored: int = 256
     """Tokens of a piece that count."""
     greedy: int = 32
-    """Tokens that are generated after each piece."""
+    """Tokens that are generated after the prompt of each of `texts` pieces; 0 generates none."""
+    texts: int = 6
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Where in a prompt a key is hidden: 0 is its beginning."""
     keys: int = 2

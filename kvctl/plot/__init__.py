@@ -1,12 +1,16 @@
-"""Memory and time against context as a picture (SVG, PNG, HTML) or on the terminal."""
+"""Memory and time against context, or quality against bytes, as a picture (SVG, PNG, HTML) or on the terminal."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import UsageError
 from kvctl.files import write_whole
 from kvctl.plot.chart import Chart, Curve, Limit, Mark, checked
+
+if TYPE_CHECKING:
+    from kvctl.plot.scatter import Scatter
 
 __all__ = ["Chart", "Curve", "Limit", "Mark", "kind_of", "render", "terminal", "write"]
 
@@ -26,15 +30,22 @@ def kind_of(path: str) -> str:
     return kind
 
 
-def render(chart: Chart, kind: str) -> bytes:
+def _drawing(chart: Chart | Scatter) -> tuple[Any, Any, Any, Any]:
+    """The chart, checked, and what lays it out, makes a web page of it and draws it on a terminal."""
+    if isinstance(chart, Chart):
+        from kvctl.plot import html, picture, text
+
+        return checked(chart), picture.page, html.html, text.drawn
+    from kvctl.plot import scatter
+
+    return scatter.checked(chart), scatter.page, scatter.html, scatter.drawn
+
+
+def render(chart: Chart | Scatter, kind: str) -> bytes:
     """The bytes of a picture; the same chart gives the same bytes."""
-    chart = checked(chart)
+    chart, page, html, _ = _drawing(chart)
     if kind == "html":
-        from kvctl.plot.html import html
-
-        return html(chart).encode()
-    from kvctl.plot.picture import page
-
+        return bytes(html(chart), "utf-8")
     if kind == "svg":
         from kvctl.plot.svg import svg
 
@@ -46,13 +57,12 @@ def render(chart: Chart, kind: str) -> bytes:
     raise ValueError(f"no pictures of kind {kind}")
 
 
-def terminal(chart: Chart, width: int, height: int, *, colour: bool, unicode: bool) -> str:
+def terminal(chart: Chart | Scatter, width: int, height: int, *, colour: bool, unicode: bool) -> str:
     """The chart as lines of at most `width` columns; the last one ends in a newline too."""
-    from kvctl.plot.text import drawn
+    chart, _, _, drawn = _drawing(chart)
+    return str(drawn(chart, width, height, colour=colour, unicode=unicode))
 
-    return drawn(checked(chart), width, height, colour=colour, unicode=unicode)
 
-
-def write(chart: Chart, path: str) -> None:
+def write(chart: Chart | Scatter, path: str) -> None:
     """Draw into a file, whole or not at all: a file that was there stays until the new one is complete."""
     write_whole(path, render(chart, kind_of(path)))

@@ -32,10 +32,15 @@ def html(chart: Chart) -> str:
         if panel.limits:
             body.append(_fits(panel))
         body.append(_sizes(panel))
+    return document(chart.title, body)
+
+
+def document(title: str, body: list[str]) -> str:
+    """A whole page; its parts are HTML already."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(chart.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
@@ -44,7 +49,7 @@ def html(chart: Chart) -> str:
 def _fits(chart: Chart) -> str:
     head = ["", *(limit_words(limit) for limit in chart.limits)]
     rows = [[escape(curve.name), *(fit_words(curve, limit) for limit in chart.limits)] for curve in chart.curves]
-    return _table("What fits", [escape(cell) for cell in head], rows)
+    return table("What fits", [escape(cell) for cell in head], rows)
 
 
 def _sizes(chart: Chart) -> str:
@@ -60,7 +65,7 @@ def _sizes(chart: Chart) -> str:
     contexts = sorted({context for _, column in columns for context in column})
     rows = [[f"{context:,}", *(column.get(context, "") for _, column in columns)] for context in contexts]
     head = [escape(chart.x_label), *(escape(name) for name, _ in columns)]
-    return _table(escape(f"{chart.y_label[:1].upper()}{chart.y_label[1:]} by context"), head, rows)
+    return table(escape(f"{chart.y_label[:1].upper()}{chart.y_label[1:]} by context"), head, rows)
 
 
 def _value(chart: Chart, value: int, mark: Mark | None = None) -> str:
@@ -71,7 +76,7 @@ def _value(chart: Chart, value: int, mark: Mark | None = None) -> str:
     return chart.amount(value) + (f"<small>{', '.join(under)}</small>" if under else "")
 
 
-def _table(caption: str, head: list[str], rows: list[list[str]]) -> str:
+def table(caption: str, head: list[str], rows: list[list[str]]) -> str:
     """Cells are already HTML."""
     lines = ['<div class="scroll"><table>', f"<caption>{caption}</caption>"]
     lines.append("<thead><tr>" + "".join(f'<th scope="col">{cell}</th>' for cell in head) + "</tr></thead>\n<tbody>")

@@ -1,4 +1,4 @@
-"""The chart of a profile: memory against context, and under it the time of a decode step."""
+"""The chart of a profile: memory against context, and under it the time of a decode step; or techniques by quality."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from kvctl.errors import UsageError
+from kvctl.measure.assessed import Assessment
 from kvctl.measure.fits import Fitted, fitted
 from kvctl.measure.report import Point, ProfileReport
 from kvctl.measure.statistics import quantile
 from kvctl.plot.chart import MOST_CURVES, Chart, Curve, Mark
+from kvctl.plot.scatter import Scatter, Spot
 from kvctl.units import format_bytes, format_seconds, plural
 
 _FAR = 10
@@ -52,6 +54,34 @@ def chart_of(report: ProfileReport) -> Chart:
     if len(panels) == 1:
         return panels[0].replace(note=note)
     return memory.replace(below=time.replace(note=note))
+
+
+def quality_of(report: ProfileReport, found: Assessment) -> Scatter:
+    """Divergence from the plain cache against bytes, a mark for each technique.
+
+    Raises:
+        UsageError: quality was not measured.
+
+    """
+    spots = []
+    for row in found.rows:
+        if row.quality is None or row.kv_bytes is None:
+            continue
+        kl = row.quality.kl
+        error = kl.error or 0.0
+        facts = (f"perplexity {row.quality.perplexity_change.value:+.2f}%", f"top-1 {row.quality.top1.value:.1%}")
+        spots.append(Spot(row.name, row.kv_bytes, kl.value, kl.value - error, kl.value + error, row.pareto, facts))
+    if not spots:
+        raise UsageError("nothing to plot", hint="quality needs a text, and a model with a tokenizer")
+    quality = next(row.quality for row in found.rows if row.quality is not None)
+    name = report.model.id.rpartition("/")[2] or report.model.id if report.model is not None else "profile"
+    return Scatter(
+        title=f"{name}: what smaller caches lose",
+        spots=tuple(spots),
+        subtitle=f"after {found.rows[0].tokens:,} tokens; bold and on the line: no other is as good in fewer bytes; bars: ± a standard error",
+        note=f"{_note(report, 0)}; {quality.tokens:,} tokens of {found.text}",
+        y_label="KL divergence from the plain cache (nats a token)",
+    )
 
 
 def _named(what: str, curves: dict[int, Curve | None]) -> tuple[Curve, ...]:

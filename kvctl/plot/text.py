@@ -41,14 +41,14 @@ Cell = tuple[str, str]
 
 def drawn(chart: Chart, width: int, height: int, *, colour: bool, unicode: bool) -> str:
     """A checked chart in at most `width` columns, and in `height` lines where its legend leaves room."""
-    plain = _Text(max(width, _NARROWEST), colour, unicode)
+    plain = Text(max(width, _NARROWEST), colour, unicode)
     # Two panels share the screen, unless that would squeeze them flat: then they scroll.
     each = height if chart.below is None else max(_LEAST_PANEL, height // 2)
     panels = [_panel(panel, chart.contexts, each, plain) for panel in chart.panels]
     return ("\n\n".join("\n".join(lines) for lines in panels) + "\n").replace(_FILLER, "")
 
 
-def _panel(chart: Chart, contexts: Sequence[int], height: int, plain: _Text) -> list[str]:
+def _panel(chart: Chart, contexts: Sequence[int], height: int, plain: Text) -> list[str]:
     """One panel, over the contexts of all."""
     head = [*plain.wrapped(chart.title, _BOLD), *plain.wrapped(chart.subtitle, _DIM)]
     foot = [*_legend(chart, plain), *plain.wrapped(chart.note, _DIM)]
@@ -60,7 +60,7 @@ def _panel(chart: Chart, contexts: Sequence[int], height: int, plain: _Text) -> 
     return [*head, *middle, *foot]
 
 
-class _Text:
+class Text:
     """Lines in what the terminal can show."""
 
     def __init__(self, width: int, colour: bool, unicode: bool) -> None:
@@ -104,7 +104,7 @@ def _mark(index: int, count: int) -> str:
     return _LETTERS[index] if count > 1 else "*"
 
 
-def _legend(chart: Chart, plain: _Text) -> list[str]:
+def _legend(chart: Chart, plain: Text) -> list[str]:
     """What every curve is and where it fits; what every limit is."""
     if len(chart.curves) > 1:
         table = _table(chart, plain)
@@ -126,7 +126,7 @@ def _legend(chart: Chart, plain: _Text) -> list[str]:
     return lines
 
 
-def _table(chart: Chart, plain: _Text) -> list[str]:
+def _table(chart: Chart, plain: Text) -> list[str]:
     """A line for every curve, with a column for every limit."""
     rows = [["", "largest", *(limit_words(limit) for limit in chart.limits)]]
     for index, curve in enumerate(chart.curves):
@@ -145,14 +145,14 @@ def _below(chart: Chart, index: int) -> list[str]:
     return [] if group[0] == index else [f"on the line of {_LETTERS[group[0]]}"]
 
 
-def _lettered(line: str, index: int, plain: _Text) -> str:
+def _lettered(line: str, index: int, plain: Text) -> str:
     return plain.styled(line[0], f"{_BOLD};{_COLOURS[index]}") + line[1:]
 
 
 class _Plot:
     """The picture itself, as rows of cells."""
 
-    def __init__(self, chart: Chart, contexts: Sequence[int], rows: int, text: _Text) -> None:
+    def __init__(self, chart: Chart, contexts: Sequence[int], rows: int, text: Text) -> None:
         self.chart, self.rows, self.text, self.width = chart, rows, text, text.width
         self.unicode = text.unicode
         self.y = value_axis(chart, max(2, rows // 3))
