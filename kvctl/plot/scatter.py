@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -117,6 +118,10 @@ class _Layout:
         for spot in self.chart.ordered:
             x, y = self.at(spot.bytes, spot.loss)
             self.taken.append((x - 5, y - 5, x + 5, y + 5))
+        for (x1, y1), (x2, y2) in itertools.pairwise(self.at(spot.bytes, spot.loss) for spot in best):
+            steps = max(1, int(math.hypot(x2 - x1, y2 - y1) / 6))
+            along = [(x1 + (x2 - x1) * step / steps, y1 + (y2 - y1) * step / steps) for step in range(steps)]
+            self.taken += [(x, y, x, y) for x, y in along]
         # The best ones are named first: where there is no room for all, they have it.
         for spot in sorted(self.chart.ordered, key=lambda spot: not spot.best):
             self._spot(spot)
@@ -199,7 +204,7 @@ def drawn(chart: Scatter, width: int, height: int, *, colour: bool, unicode: boo
     x, y = axes(chart)
     spots = chart.ordered
     margin = max(len(label) for _, label in y.ticks) + 1
-    columns, rows = max(text.width - margin - 1, 8), max(8, min(20, height - len(spots) - 6, text.width // 3))
+    columns, rows = max(text.width - margin - 1, 8), max(14, min(20, height - len(spots) - 6))
     cells: list[list[Cell]] = [[(" ", "")] * columns for _ in range(rows)]
     edge = "│" if unicode else "|"
     for index, spot in reversed(list(enumerate(spots[: len(_LETTERS)]))):
@@ -212,9 +217,9 @@ def drawn(chart: Scatter, width: int, height: int, *, colour: bool, unicode: boo
         *text.wrapped(f"{chart.y_label}", "2"),
     ]
     names = {rows - 1 - round(_share(y, value) * (rows - 1)): label for value, label in y.ticks}
-    for number, row in enumerate(cells):
+    for number, line_cells in enumerate(cells):
         lead = [(char, "2") for char in f"{names.get(number, ''):>{margin - 1}} {edge}"]
-        lines.append(text.line([*lead, *row]))
+        lines.append(text.line([*lead, *line_cells]))
     lines.append(text.styled(" " * margin + ("└" if unicode else "+") + ("─" if unicode else "-") * columns, "2"))
     lines.append(text.styled(_under(x, columns, margin), "2"))
     wide = max(len(spot.name) for spot in spots)
