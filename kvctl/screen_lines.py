@@ -47,6 +47,11 @@ class Screen:
         for index, part in enumerate(rest.wrap(self.console, room - indent)):
             self.console.print((Text(" " * indent) if index else head) + part, soft_wrap=True)
 
+    def width_of(self, rows: Sequence[Sequence[str]]) -> int:
+        """Columns that a table of these rows takes."""
+        widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return sum(widths) + 2 * (len(widths) - 1)
+
     def table(self, justify: str, rows: Sequence[Row], *, bold: int | None = None) -> None:
         """Rows of cells, each column as wide as its widest; `justify` has an l or r for each.
 

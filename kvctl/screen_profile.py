@@ -10,11 +10,11 @@ from rich.text import Text
 from kvctl.measure.report import Line, Point, ProfileReport, UntilOom
 from kvctl.measure.statistics import Sample
 from kvctl.screen_lines import Row, Screen
+from kvctl.screen_techniques import print_techniques
 from kvctl.units import format_bytes, format_seconds, plural
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
-    from kvctl.measure.assessed import Assessed, Assessment
     from kvctl.measure.compare import Comparison
     from kvctl.measure.machine import Gpu, Machine
     from kvctl.measure.rates import Rates
@@ -44,7 +44,7 @@ def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison 
             screen.line(one_line(f"{_where(point)}: {point.error}"), "red")
     if report.techniques is not None:
         screen.line()
-        _techniques(screen, report.techniques)
+        print_techniques(screen, report.techniques, report.dtype)
     facts = [*_limits(report.points), *_lines(report.lines)]
     if facts:
         screen.line()
@@ -187,87 +187,6 @@ def _scaled(screen: Screen, report: ProfileReport) -> None:
             "–" if scaled.tpot_s is None else "about " + format_seconds(scaled.tpot_s),
         ), None, "" if scaled.agrees else "red"))  # fmt: skip
     screen.table("r" * 7, rows, bold=2)
-
-
-def _techniques(screen: Screen, found: Assessment) -> None:
-    """Each technique beside the plain cache; a star where no other is as good in fewer bytes."""
-    scored = any(row.quality for row in found.rows)
-    head = ["", "technique", "bytes", "smaller", "TTFT", "TPOT", "works in"]
-    if scored:
-        head += ["perplexity", "±", "KL", "p99", "top-1", "same", "keys"]
-    rows: list[Row] = [(head, None, "dim")]
-    for row in found.rows:
-        cells = [
-            "*" if row.pareto else "",
-            row.name,
-            "–"
-            if row.kv_bytes is None
-            else f"{row.kv_bytes:,}" + ("" if row.agrees else f" ({row.predicted_bytes:,} predicted)"),
-            "–" if row.ratio is None else f"{row.ratio:.2f}×",
-            "–" if row.ttft is None else f"{row.ttft.value:.2f}×",
-            "–" if row.tpot is None else f"{row.tpot.value:.2f}×",
-            "–" if row.working_bytes is None else format_bytes(row.working_bytes),
-        ]
-        if scored:
-            cells += _quality(row)
-        rows.append((cells, None, "red" if row.agrees is False else ""))
-    screen.table("llrrrrr" + "rrrrrrr" * scored, rows, bold=2)
-    for row in found.rows:
-        if row.error is not None:
-            screen.line(one_line(f"{row.name}: {row.error}"), "red")
-    settings = found.settings
-    lines = [f"bytes after {settings.context:,} tokens and {settings.decode:,} more; times over the plain cache's, in turn; "
-             "works in: memory at its most, beside the cache"]  # fmt: skip
-    quality = next((row.quality for row in found.rows if row.quality is not None), None)
-    if quality is not None:
-        lines.append(f"{quality.tokens:,} tokens of {one_line(found.text or '')}, each read through the cache after {settings.prompt:,} others: "
-                     f"perplexity {quality.plain_perplexity:.4g} plain; ± is a standard error; KL in nats; *: no other is as good in fewer bytes")  # fmt: skip
-    greedy = next((row.greedy for row in found.rows if row.greedy is not None), None)
-    if greedy is not None:
-        lines.append(
-            f"same: of {greedy.of} tokens generated after {greedy.texts} texts, those before the first that differs from the plain cache's"
-        )
-    recall = next((row.recall for row in found.rows if row.recall is not None), None)
-    if recall is not None:
-        depths = ", ".join(f"{depth:.0%}" for depth in recall.depths)
-        lines.append(f"keys: numbers hidden at {depths} of {settings.prompt:,} tokens that were found again")
-    pairs = {frozenset((row.name, other)) for row in found.rows for other in row.like}
-    if pairs:
-        names = "; ".join(sorted(" and ".join(sorted(pair)) for pair in pairs))
-        lines.append(f"too few tokens to tell apart: {names}")
-    for text in lines:
-        screen.line(one_line(text), "dim")
-    if settings.bounds:
-        screen.line(one_line(smallest_words(found)), "bold")
-
-
-def smallest_words(found: Assessment) -> str:
-    """Which technique is the smallest that keeps the bounds."""
-    row, bounds = found.smallest, found.settings.bounds
-    asked = [] if bounds.most_change is None else [f"perplexity up to +{bounds.most_change:g}%"]
-    asked += [] if bounds.least_top1 is None else [f"top-1 of at least {bounds.least_top1:g}%"]
-    what = " and ".join(asked)
-    if row is None:
-        return f"none keeps {what}"
-    words = f"smallest with {what}: {row.name}, {row.kv_bytes or 0:,} bytes"
-    words += "" if row.ratio is None else f", {row.ratio:.2f}× smaller"
-    return words if bounds.sure(row) else f"{words}; more --tokens would make that certain"
-
-
-def _quality(row: Assessed) -> list[str]:
-    cells = ["–"] * 5
-    if row.quality is not None:
-        change = row.quality.perplexity_change
-        cells = [
-            f"{change.value:+.2f}%",
-            "?" if change.error is None else f"{change.error:.2g}%",
-            f"{row.quality.kl.value:.2g}",
-            f"{row.quality.kl_p99:.2g}",
-            f"{row.quality.top1.value:.1%}",
-        ]
-    cells.append("–" if row.greedy is None else f"{row.greedy.same:.3g}")
-    cells.append("–" if row.recall is None else row.recall.words)
-    return cells
 
 
 def _limits(points: Sequence[Point]) -> list[tuple[str, str]]:

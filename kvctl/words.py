@@ -19,6 +19,14 @@ def one_line(text: str) -> str:
     return " ".join("".join(char if char.isprintable() else " " for char in text).split(" ")).strip()
 
 
+def shortened(text: str, length: int) -> str:
+    """A long name without its middle: both ends tell models apart."""
+    if len(text) <= length:
+        return text
+    tail = (length - 1) // 2
+    return text[: length - 1 - tail] + "…" + text[len(text) - tail :]
+
+
 def unicode_output() -> bool:
     """Whether stdout can show any character."""
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()

@@ -39,18 +39,22 @@ ALONE = """
         return int(line.split()[1]) * 1024
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
     technique = parse(name)
-    with torch.inference_mode():
+    def loop(length, steps):
         cache = transformers.DynamicCache(config=model.config)
         if not technique.plain:
             equipped(cache, model, technique, range(8))
             if technique.keep is not None:
+                attention.remove(model)
                 attention.install(model, technique.name)
-        token = random_ids(128, 1, context, 0)
+        token = random_ids(128, 1, length, 0)
+        for _ in range(steps + 1):
+            token = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+    with torch.inference_mode():
+        loop(256, 2)  # what is loaded at its first use is no memory of the cache
         gc.collect()
         open("/proc/self/clear_refs", "w").write("5")
         before = books("VmRSS")
-        for _ in range(decode + 1):
-            token = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        loop(context, decode)
     print(books("VmHWM") - before)
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.units import format_bytes, format_seconds, plural
-from kvctl.words import one_line
+from kvctl.words import one_line, shortened
 
 MOST_CURVES = 8
 """As many as can be told apart, in colour and in name."""
@@ -209,11 +209,3 @@ def _one_line(a: Curve, b: Curve) -> bool:
     shared = [context for context, _ in (*a.points, *b.points) if low <= context <= high]
     pairs = ((bytes_at(a, context), bytes_at(b, context)) for context in shared)
     return all(abs(one - other) <= 0.005 * max(one, other) for one, other in pairs)
-
-
-def shortened(text: str, length: int) -> str:
-    """A long name without its middle: both ends tell models apart."""
-    if len(text) <= length:
-        return text
-    tail = (length - 1) // 2
-    return text[: length - 1 - tail] + "…" + text[len(text) - tail :]

@@ -23,11 +23,11 @@ from kvctl.plot.chart import (
     curve_facts,
     fit_words,
     limit_words,
-    shortened,
     tokens_words,
 )
 from kvctl.record import Record
 from kvctl.units import plural
+from kvctl.words import shortened
 
 Point = tuple[float, float]
 

@@ -10,14 +10,13 @@ from html import escape
 
 from kvctl.errors import UsageError
 from kvctl.plot.axes import Axis
-from kvctl.plot.chart import shortened
 from kvctl.plot.html import document, table
 from kvctl.plot.picture import Dot, Label, Line, Page, Point, text_width
 from kvctl.plot.svg import svg
 from kvctl.plot.text import Cell, Text
 from kvctl.record import Record
 from kvctl.units import BINARY, format_bytes
-from kvctl.words import one_line
+from kvctl.words import one_line, shortened
 
 _WIDTH, _HEIGHT, _TOP = 960, 480, 92
 _TEXT, _LINE = 12, 16

@@ -18,8 +18,8 @@ from kvctl.plot.chart import (
     fit_words,
     largest,
     limit_words,
-    shortened,
 )
+from kvctl.words import shortened
 
 _COLOURS = ("36", "33", "35", "32", "94", "31", "96", "95")  # cyan, yellow, magenta, …: the terminal's own
 _DIM, _BOLD = "2", "1"

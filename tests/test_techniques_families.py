@@ -1,0 +1,78 @@
+"""Techniques on small models of every architecture: bytes as predicted, or a refusal that says why; never another number."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from conftest import measured_cases
+
+from kvctl.errors import KvctlError
+from kvctl.formats import model_dtype
+from kvctl.model import build_spec
+from kvctl.sources import Found
+from kvctl.spec import Provenance
+
+torch = pytest.importorskip("torch", reason="needs torch and transformers")
+pytest.importorskip("transformers")
+
+from kvctl.measure.assess import assess  # noqa: E402
+from kvctl.measure.assessed import AssessAsked, Assessed  # noqa: E402
+from kvctl.measure.load import Wanted, load  # noqa: E402
+from kvctl.measure.points import texts  # noqa: E402
+from kvctl.measure.run import Now  # noqa: E402
+from kvctl.techniques import parse  # noqa: E402
+
+pytestmark = pytest.mark.engine
+gc.collect()
+gc.freeze()
+
+MODELS = {case["name"]: case for case in measured_cases("small_models.jsonl.gz")}
+TECHNIQUES = ("int8", "h2o:16", "streaming-llm:12")
+SAMPLE = {
+    "llama--mqa": (None, None, None),
+    "gemma3_text": (None, None, None),  # its windows are left as they are
+    "qwen3_next": (None, None, None),  # and its recurrent states
+    "falcon": (None, None, "cannot be turned to other positions"),
+    "bloom": (None, "needs a model that runs with sdpa", "cannot be turned to other positions"),
+    "deepseek_v3": ("keeps latents",) * 3,
+    "mamba2": ("its cache has none",) * 3,
+    "falcon_h1": ("keeps a LinearAttentionAndFullAttentionLayer",) * 3,
+}
+
+
+def assessed(name: str, technique: str) -> Assessed:
+    spec = build_spec(Found("model", MODELS[name]["config"], Provenance("local", "model")))
+    dtype = model_dtype("float32")
+    assert dtype is not None
+    torch.set_num_threads(1)
+    loaded = load(spec, Wanted(random=True), dtype)
+    vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
+    asked = AssessAsked(24, 3, 1)
+    found = assess(loaded, [parse(technique)], asked, dtype, texts(None, vocabulary, 0), None, Now(), lambda row: None)
+    return found.rows[1]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_bytes_or_a_reason(name: str) -> None:
+    for technique, reason in zip(TECHNIQUES, SAMPLE[name], strict=True):
+        if reason is not None:
+            with pytest.raises(KvctlError, match=reason):
+                assessed(name, technique)
+            continue
+        row = assessed(name, technique)
+        assert row.agrees is True, row
+        assert row.ratio is not None
+        assert row.ratio > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in SAMPLE])
+def test_bytes_or_a_reason_for_every_architecture(name: str) -> None:
+    for technique in TECHNIQUES:
+        try:
+            row = assessed(name, technique)
+        except KvctlError as error:
+            print(f"{technique}: {error.message}")
+        else:
+            assert row.agrees is True, row
