@@ -25,6 +25,14 @@ def complete_techniques(incomplete: str) -> list[str]:
     return [incomplete[:cut] + name for name in names if name.startswith(incomplete[cut:].lower())]
 
 
+def complete_structures(incomplete: str) -> list[str]:
+    """Structures whose last one, behind commas, starts so."""
+    from kvctl.structure import NAMES
+
+    cut = incomplete.rfind(",") + 1
+    return [incomplete[:cut] + name for name in NAMES if name.startswith(incomplete[cut:].lower())]
+
+
 def complete_output_formats(incomplete: str) -> list[str]:
     """Output formats that start so."""
     return [name for name in OUTPUT_FORMATS if name.startswith(incomplete)]

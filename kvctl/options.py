@@ -414,6 +414,16 @@ def read_output_format(text: str, as_json: bool) -> str:
     return text
 
 
+def with_structures(plans: Plans, texts: Sequence[str]) -> Plans:
+    """Every plan for the model's own structure, and then for each that is asked about."""
+    if not texts:
+        return plans
+    from kvctl.structure import parse_list
+
+    found = (None, *parse_list(texts))
+    return plans.replace(each=tuple(plan.replace(what_if=one) for one in found for plan in plans.each))
+
+
 def with_techniques(plans: Plans, texts: Sequence[str]) -> Plans:
     """Every plan with every technique; beside several stands the plain cache."""
     if not texts:

@@ -11,6 +11,7 @@ from kvctl import __version__
 from kvctl.reports import Fit, SizeReport
 from kvctl.units import format_bytes
 from kvctl.words import (
+    beside_own_words,
     copies_words,
     engine_words,
     fit_cells,
@@ -21,6 +22,7 @@ from kvctl.words import (
     kind_words,
     listing_cells,
     naive_words,
+    of_own_structure,
     one_line,
     reserved_words,
     title_words,
@@ -223,6 +225,7 @@ def _size_rows(report: SizeReport) -> list[dict[str, Any]]:
             "model": result.model.id,
             "engine": result.engine,
             "technique": result.technique or "",
+            "what_if": result.what_if or "",
             "context": result.context,
             "sequences": result.sequences,
             "beams": result.beams,
@@ -302,9 +305,17 @@ def _markdown(report: SizeReport) -> None:
     reserved = " reserved |" if planned else ""
     fitted = any(result.fit for result in report.results)
     engines = len({result.engine for result in report.results}) > 1
+    own = of_own_structure(report.results)
+    imagined = any(beside_own_words(result, own(result)) for result in report.results)
     print(f"| model | context | held for | format | KV cache | bytes |{reserved} +1 token | fixed | weights |"
-          + " fits | headroom | longest context | requests at once |" * fitted)  # fmt: skip
-    print("|---|---:|---|---|---:|---:|" + "---:|" * planned + "---:|---:|---:|" + "---|---:|---:|---:|" * fitted)
+          + " fits | headroom | longest context | requests at once |" * fitted + " beside its own |" * imagined)  # fmt: skip
+    print(
+        "|---|---:|---|---|---:|---:|"
+        + "---:|" * planned
+        + "---:|---:|---:|"
+        + "---|---:|---:|---:|" * fitted
+        + "---|" * imagined
+    )
     for result in report.results:
         cells = (
             (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|")
@@ -319,6 +330,7 @@ def _markdown(report: SizeReport) -> None:
             format_bytes(result.kv_bytes_fixed),
             "unknown" if result.weights_bytes is None else format_bytes(result.weights_bytes),
             *(fit_cells(result) if fitted else ()),
+            *((beside_own_words(result, own(result)),) if imagined else ()),
         )
         print("| " + " | ".join(cells) + " |")
     for result in report.results:

@@ -200,6 +200,8 @@ class SizeResult(Record):
     replay: Replay | None = None
     technique: str | None = None
     """What makes its keys and values smaller."""
+    what_if: str | None = None
+    """The structure that its attention is imagined to have; None is its own."""
 
     @property
     def weights_bytes(self) -> int | None:
@@ -227,6 +229,7 @@ class SizeResult(Record):
             "model": self.model.to_dict(),
             "engine": {"name": self.engine, "version": self.engine_version},
             "technique": self.technique,
+            "what_if": self.what_if,
             "context": self.context,
             "sequences": self.sequences,
             "beams": self.beams,

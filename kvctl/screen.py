@@ -11,6 +11,7 @@ from kvctl.reports import LayerRow, SizeReport, SizeResult
 from kvctl.screen_lines import Row, Screen, bar
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
+    beside_own_words,
     capacity_words,
     copies_words,
     engine_words,
@@ -22,12 +23,14 @@ from kvctl.words import (
     kind_words,
     listing_cells,
     naive_words,
+    of_own_structure,
     one_line,
     rank_words,
     reserved_words,
     scheme_words,
     share_words,
     title_words,
+    what_if_words,
 )
 
 _ENGINE_WORDS = {
@@ -214,7 +217,7 @@ def _layer_list(screen: Screen, result: SizeResult) -> None:
     if result.per_layer is None:
         return
     screen.line()
-    screen.line(one_line(f"{result.model.id}, layer by layer"), "bold")
+    screen.line(one_line(f"{result.model.id}{what_if_words(result)}, layer by layer"), "bold")
     rows: list[Row] = [(("layer", "kind", "holds", "bytes each"), None, "dim")]
     for first, last in _runs(result.per_layer):
         span = str(first.index) if first is last else f"{first.index}–{last.index}"
@@ -239,7 +242,7 @@ def _formulas(screen: Screen, result: SizeResult) -> None:
     if not result.formulas:
         return
     screen.line()
-    screen.line(one_line(f"{result.model.id}, step by step"), "bold")
+    screen.line(one_line(f"{result.model.id}{what_if_words(result)}, step by step"), "bold")
     for kind, text in formula_lines(result):
         screen.line(Text.assemble("  ", (kind, "cyan"), ": ", text), indent=4)
     naive = naive_words(result)
@@ -295,20 +298,23 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
         + ("" if fitted else "; +1 token is for each sequence"),
         "bold",
     )
-    room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned - 48 * fitted)
+    own = of_own_structure(results)
+    imagined = any(beside_own_words(result, own(result)) for result in results)
+    room = min(24, screen.console.width - longest - 48 - 11 * fixed - 15 * planned - 48 * fitted - 16 * imagined)
 
     def cells(result: SizeResult) -> list[str]:
         row = [f"{result.context:,}" if stacked else names[_key(result)], format_bytes(result.kv_bytes)]
         # The weights are the same at every context: once is enough.
         weights = _weights(result) if not stacked or result is heads[_key(result)] else ""
+        beside = [beside_own_words(result, own(result))] if imagined else []
         if fitted:
-            return [*row, weights, *fit_cells(result)]
+            return [*row, weights, *fit_cells(result), *beside]
         if planned:
             row.append(reserved_words(result))
         row.append(format_bytes(result.kv_bytes_per_token))
         if fixed:
             row.append(format_bytes(result.kv_bytes_fixed))
-        return [*row, weights]
+        return [*row, weights, *beside]
 
     heads = {_key(group[0]): group[0] for group in groups}
     reserved = ["reserved"] if planned else []
@@ -317,6 +323,7 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
         head = [first_column, "KV cache", "weights", *_FITS]
     else:
         head = [first_column, "KV cache", *reserved, "+1 token", *(["fixed"] if fixed else []), "weights"]
+    head += ["beside its own"] if imagined else []
     rows: list[Row] = [(head, None, "dim")]
     for group in groups:
         if stacked:
@@ -329,9 +336,10 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
 
 def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
     """Engines side by side: a table for every model and context, and why they differ."""
-    questions: dict[tuple[str, str, int], list[SizeResult]] = {}
+    questions: dict[tuple[str, str, str, int], list[SizeResult]] = {}
     for result in results:
-        questions.setdefault((*_key(result)[:2], result.context), []).append(result)
+        model, place, _, structure = _key(result)
+        questions.setdefault((model, place, structure, result.context), []).append(result)
     for number, answers in enumerate(questions.values()):
         if number:
             screen.line()
@@ -367,24 +375,33 @@ def _weights(result: SizeResult) -> str:
 
 _FITS = ("fits", "headroom", "longest", "at once")
 
-Key = tuple[str, str, str]
-"""Id, place and cache format: what a group of contexts has in common."""
+Key = tuple[str, str, str, str]
+"""Id, place, cache format and structure: what a group of contexts has in common."""
 
 
 def _key(result: SizeResult) -> Key:
-    return result.model.id, result.model.location, format_words(result)
+    return result.model.id, result.model.location, format_words(result), result.what_if or ""
 
 
 def _display_names(results: Sequence[SizeResult]) -> dict[Key, str]:
     """Names without organisation, or as much more as it takes to tell them apart."""
     keys = list(dict.fromkeys(_key(result) for result in results))
-    formats = len({key[2] for key in keys}) > 1
+    formats, structures = (len({key[column] for key in keys}) > 1 for column in (2, 3))
     for name in (
         lambda key: key[0].rpartition("/")[2] or key[0],
         lambda key: key[0],
         lambda key: f"{key[0]} ({key[1]})",
     ):
-        names = {key: one_line(name(key)) + (f" {key[2]}" if formats else "") for key in keys}
+        names = {
+            key: one_line(name(key))
+            + _structure(key[3]) * structures
+            + (f"{',' * structures} {key[2]}" if formats else "")
+            for key in keys
+        }
         if len(set(names.values())) == len(keys):
             break
     return names
+
+
+def _structure(name: str) -> str:
+    return f" if {name}" if name else " as it is"

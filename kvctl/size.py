@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvctl.ranks import Hardware
     from kvctl.room import Held, Room
     from kvctl.spec import Rational
+    from kvctl.structure import Structure
     from kvctl.techniques import Technique
 
 DEFAULT_CONTEXTS = (4 * 1024, 32 * 1024, 128 * 1024)
@@ -50,6 +51,8 @@ class SizePlan(Record):
     """What it is to run on."""
     technique: Technique | None = None
     """What makes its keys and values smaller."""
+    what_if: Structure | None = None
+    """Another structure of its attention."""
 
 
 def contexts_for(spec: ModelSpec, plan: SizePlan) -> tuple[int, ...]:
@@ -105,6 +108,10 @@ def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     """What of an answer does not depend on the context."""
     if plan.hardware is not None:
         spec = _completed(spec)
+    if plan.what_if is not None:
+        from kvctl.structure import restructured
+
+        spec = restructured(spec, plan.what_if, plan.engine.name)
     if plan.technique is not None:
         spec = _with_technique(spec, plan, plan.technique)
     warnings = list(plan.notes)
@@ -293,6 +300,7 @@ def answer(asked: Question, context: int) -> SizeResult:
         allocation=allocation,
         fit=fitted,
         technique=plan.technique.name if plan.technique is not None else None,
+        what_if=plan.what_if.name if plan.what_if is not None else None,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl.allocation import Allocation
@@ -65,7 +66,29 @@ def held_words(kind: str, tokens: int) -> str:
 def what_if_words(result: SizeResult) -> str:
     """ " with num_key_value_heads = 64", for tables that have no line for it."""
     changes = ", ".join(f"{key} = {value!r}" for key, value in result.model.overrides.items())
-    return " " + one_line(f"with {changes}") if changes else ""
+    structure = f" if {result.what_if}" if result.what_if is not None else ""
+    return (" " + one_line(f"with {changes}") if changes else "") + structure
+
+
+def beside_own_words(result: SizeResult, own: SizeResult | None) -> str:
+    """ "4.00x smaller" than with the model's own structure, in what the architecture needs."""
+    if own is None or result.what_if is None:
+        return ""
+    here, there = result.kv_bytes, own.kv_bytes
+    if here == there or not here or not there:
+        return "the same" if here == there else ""
+    return f"{there / here:,.2f}x smaller" if here < there else f"{here / there:,.2f}x larger"
+
+
+def of_own_structure(results: Sequence[SizeResult]) -> Callable[[SizeResult], SizeResult | None]:
+    """What finds the same question about a model's own structure."""
+
+    def key(result: SizeResult) -> tuple[object, ...]:
+        work = result.context, result.sequences, result.beams
+        return result.model.id, result.model.location, result.engine, *work, format_words(result)
+
+    own = {key(result): result for result in results if result.what_if is None}
+    return lambda result: own.get(key(result))
 
 
 def copies_words(result: SizeResult) -> str:
@@ -81,7 +104,8 @@ def title_words(result: SizeResult) -> str:
         for count, what in ((result.image_tokens, "image positions"), (result.audio_tokens, "audio positions"))
         if count
     )
-    return one_line(f"{result.model.id}: {result.context:,} tokens{extra} × {copies_words(result)}")
+    structure = f", if {result.what_if}" if result.what_if is not None else ""
+    return one_line(f"{result.model.id}{structure}: {result.context:,} tokens{extra} × {copies_words(result)}")
 
 
 def device_words(fit: Fit) -> str:

@@ -154,6 +154,9 @@ SIZE_RESULT = obj(
             },
         ),
         "technique": of(["string", "null"], "What makes keys and values smaller, as in --technique; null without one."),
+        "what_if": of(
+            ["string", "null"], "The structure its attention is imagined to have, as in --what-if; null is its own."
+        ),
         "context": whole("Tokens in each sequence."),
         "sequences": whole("Sequences held at the same time."),
         "beams": whole("Beams of each sequence."),
@@ -224,7 +227,7 @@ SIZE_RESULT = obj(
         ),
     },
     optional=(
-        "technique", "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
+        "technique", "what_if", "beams", "encoder_tokens", "image_tokens", "audio_tokens", "dtype", "k_scheme", "v_scheme",
         "kv_bytes_per_token_exact", "per_layer", "naive_kv_bytes", "warnings", "allocation",
         "fit", "replay", "formulas",
     ),

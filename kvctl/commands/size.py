@@ -16,6 +16,7 @@ from kvctl.completing import (
     complete_output_formats,
     complete_solves,
     complete_sources,
+    complete_structures,
     complete_techniques,
     complete_workloads,
 )
@@ -274,6 +275,16 @@ def size(
             show_default=False,
         ),
     ] = None,
+    what_if: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--what-if",
+            metavar="NAME",
+            help="What if its attention were multi-head (mha), multi-query (mqa), of N KV heads (gqa:N), or kept a latent of L and a rotary key of R a layer (mla:512+64); beside the model's own. Commas compare. Repeatable.",
+            autocompletion=complete_structures,
+            show_default=False,
+        ),
+    ] = None,
     set_: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -351,6 +362,7 @@ def size(
       kvctl size Qwen3-32B --kv-dtype auto,fp8 --gpu 2xL40S --engine vllm --plot memory.svg
       kvctl size --from-log server.log --gpu A100
       kvctl size --engine-args "vllm serve Qwen3-32B -tp 4 --max-model-len 32768"
+      kvctl size DeepSeek-V3 Qwen3-32B --ctx 32k --what-if mha,mqa
       kvctl size Mistral-7B-v0.1 --set sliding_window=null --explain
       kvctl size --layers 80 --kv-heads 8 --head-dim 128 --ctx 128k
     """
@@ -373,7 +385,7 @@ def size(
     from kvctl.size import SizePlan
 
     beside = {"--explain": explain, "--per-layer": per_layer, "--trace": trace, "--workload": workload, "--solve": solve,
-              "--engine-args": engine_args, "--plot": plot}  # fmt: skip
+              "--engine-args": engine_args, "--plot": plot, "--what-if": what_if}  # fmt: skip
     log = options.read_log(from_log, models or [], engine, beside)
     if (
         log is not None
@@ -426,7 +438,9 @@ def size(
         ),
         hardware=hardware,
     )
-    plans = options.with_techniques(asked.plans(common), technique or [])
+    if what_if and traffic is not None:
+        raise UsageError("a replay is about one cache, and --what-if compares several", hint="without --what-if")
+    plans = options.with_structures(options.with_techniques(asked.plans(common), technique or []), what_if or [])
     if log is not None:
         from kvctl.ask import ask_log
 

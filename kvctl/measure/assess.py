@@ -104,12 +104,11 @@ class _Run:
         self.rows[technique.name] = self.rows[technique.name].replace(**found)
 
     def _use(self, technique: Technique) -> None:
-        self.passes.drop()
-        self.passes.technique = technique
         layers = self.specs[technique.name].layers
-        self.passes.indexes = tuple(
+        indexes = tuple(
             index for index, layer in enumerate(layers) if any(isinstance(state, Compressed) for state in layer.states)
         )
+        self.passes.use(technique, indexes, self.loaded.spec)
 
     def _ids(self) -> Any:
         return self.tokens(1, self.asked.context).to(self.loaded.device)

@@ -12,6 +12,7 @@ from kvctl.measure.devices import synchronizer
 from kvctl.record import Record
 
 if TYPE_CHECKING:
+    from kvctl.spec import ModelSpec
     from kvctl.techniques import Technique
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
@@ -55,6 +56,22 @@ class Passes:
         """What makes the cache smaller; None is the plain one."""
         self.indexes: tuple[int, ...] = ()
         """Layers of the cache that it works on."""
+        self._restore: Callable[[], None] = lambda: None
+        """Makes the model what it was, where a technique changed it."""
+
+    def use(self, technique: Technique, indexes: tuple[int, ...], spec: ModelSpec) -> None:
+        """From now on with `technique`, on the layers at `indexes`; `spec` tells of the model as it was loaded.
+
+        Raises:
+            ConfigError: it changes models first, and not such a one; the model is as it was loaded.
+
+        """
+        self.drop()
+        self._restore()
+        self._restore = lambda: None
+        self.technique, self.indexes = technique, indexes
+        if technique.convert is not None:
+            self._restore = technique.convert.apply(self.model, spec)
 
     def begin(self, batch: int) -> None:
         """An empty cache, and for an encoder-decoder what its cross attention looks at."""

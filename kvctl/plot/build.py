@@ -29,6 +29,7 @@ def chart_of(specs: Sequence[ModelSpec], plans: Plans) -> Chart:
         raise UsageError(f"{asked_for} curves are too many for one picture; it holds {MOST_CURVES}",
                          hint="fewer models, formats or engines")  # fmt: skip
     curves, limits, notes = [], {}, set()
+    imagined = any(plan.what_if is not None for plan in plans.each)
     first = None
     for asked in _questions(specs, plans):
         upto = _longest(asked)
@@ -60,7 +61,8 @@ def chart_of(specs: Sequence[ModelSpec], plans: Plans) -> Chart:
             notes.add(f"{engine_words(result)}{ranks}")
         if points:
             name = asked.spec.id.rpartition("/")[2] or asked.spec.id
-            curves.append((name, format_words(result), engine_words(result), tuple(sorted(points.items()))))
+            structure = result.what_if or ("as it is" if imagined else "")
+            curves.append((name, structure, format_words(result), engine_words(result), tuple(sorted(points.items()))))
     if first is None:
         raise UsageError("nothing to plot", hint="name a model and contexts, for example --ctx 4k,32k,128k")
     names = dict.fromkeys(name for name, *_ in curves)
@@ -88,12 +90,12 @@ def _questions(specs: Sequence[ModelSpec], plans: Plans) -> list[Question]:
     return questions
 
 
-def _named(curves: list[tuple[str, str, str, tuple[tuple[int, int], ...]]]) -> tuple[Curve, ...]:
-    """Curves called by what tells them apart: model, format, engine."""
-    words = [curve[:3] for curve in curves]
-    telling = [column for column in range(3) if len({name[column] for name in words}) > 1] or [0]
+def _named(curves: list[tuple[str, str, str, str, tuple[tuple[int, int], ...]]]) -> tuple[Curve, ...]:
+    """Curves called by what tells them apart: model, structure, format, engine."""
+    words = [curve[:4] for curve in curves]
+    telling = [column for column in range(4) if len({name[column] for name in words}) > 1] or [0]
     return tuple(
-        Curve(", ".join(name[column] for column in telling), curve[3])
+        Curve(", ".join(name[column] for column in telling), curve[4])
         for name, curve in zip(words, curves, strict=True)
     )
 

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from kvctl.errors import UsageError
 from kvctl.record import Record
+from kvctl.techniques.convert import Convert
 from kvctl.techniques.keep import Keep
 from kvctl.techniques.options import Options
 from kvctl.techniques.store import Store
@@ -24,6 +25,8 @@ class Kind(Record):
     """In one line."""
     paper: str
     """Where it comes from: an arXiv number, or the engine whose format it is."""
+    in_all: bool = True
+    """Whether "all" means it too."""
 
 
 _STORES = ".stores"
@@ -106,6 +109,13 @@ TABLE: tuple[Kind, ...] = (
         "arXiv 2510.00636",
     ),
     Kind("knorm", ".keeps.knorm", "tokens whose keys have the smallest norms", "arXiv 2406.11430"),
+    Kind(
+        "gqa",
+        ".convert",
+        "fewer KV heads: projections of every group averaged, without the training that goes with it",
+        "arXiv 2305.13245",
+        in_all=False,
+    ),
     Kind("window", ".keeps.window", "the newest tokens", "for comparison"),
     Kind("random", ".keeps.random_tokens", "tokens drawn by lot", "for comparison"),
 )
@@ -119,6 +129,8 @@ class Technique(Record):
     """As it was written."""
     store: Store = Store()
     keep: Keep | None = None
+    convert: Convert | None = None
+    """What is done to the model first."""
     kinds: tuple[Kind, ...] = ()
 
     @property
@@ -138,6 +150,11 @@ class Technique(Record):
 
     @property
     def plain(self) -> bool:
+        """Whether nothing is packed, nothing is let go and the model is as it was."""
+        return self.like_plain and self.convert is None
+
+    @property
+    def like_plain(self) -> bool:
         """Whether nothing is packed and nothing is let go."""
         return self.store == Store() and self.keep is None
 
@@ -155,7 +172,7 @@ def parse(text: str) -> Technique:
     """
     if text.strip().lower() == PLAIN.name:
         return PLAIN
-    store, keep, kinds = Store(), None, []
+    store, keep, convert, kinds = Store(), None, None, []
     for part in text.split("+"):
         name, *words = part.strip().split(":")
         kind = _BY_NAME.get(name.lower())
@@ -171,13 +188,17 @@ def parse(text: str) -> Technique:
                     f"{text[:80]}: {keep.name} and {made.name} both say which tokens stay", hint="one of them"
                 )
             keep = made
+        elif isinstance(made, Convert):
+            if convert is not None:
+                raise UsageError(f"{text[:80]}: {convert.name} and {made.name} both join KV heads", hint="one of them")
+            convert = made
         else:
             if store != Store():
                 raise UsageError(f"{text[:80]}: two parts say how tokens are stored", hint="one of them")
             store = made
     if keep is not None:
         keep = _together(text, store, keep)
-    return Technique(text.strip(), store, keep, tuple(kinds))
+    return Technique(text.strip(), store, keep, convert, tuple(kinds))
 
 
 def _together(text: str, store: Store, keep: Keep) -> Keep:
@@ -205,7 +226,10 @@ def _together(text: str, store: Store, keep: Keep) -> Keep:
 
 def parse_list(texts: Sequence[str]) -> list[Technique]:
     """Each of several --technique, with commas between some: a list to compare, without repeats; "all" is the table."""
-    texts = [",".join(kind.name for kind in TABLE) if text.strip().lower() == "all" else text for text in texts]
+    texts = [
+        ",".join(kind.name for kind in TABLE if kind.in_all) if text.strip().lower() == "all" else text
+        for text in texts
+    ]
     return [
         parse(part)
         for part in dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip())

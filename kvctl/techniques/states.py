@@ -67,6 +67,10 @@ def applied(spec: ModelSpec, technique: Technique, engine: str) -> ModelSpec:
         ConfigError: nothing of the model's cache is what the technique works on.
 
     """
+    if technique.convert is not None:
+        spec = technique.convert.predicted(spec, engine)
+        if technique.like_plain:
+            return spec.replace(notes=(*spec.notes, *technique.papers))
     made: dict[tuple[int, Place], Layer] = {}
     layers, left, changed = [], set[str](), False
     for index, layer in enumerate(spec.layers):
