@@ -74,6 +74,7 @@ def test_heads_are_joined_and_put_back(folder: str) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_averaged_heads_without_training() -> None:
     """An independent measurement on another text: perplexity 19,608 for 46.96, 400 times as much."""
     pytest.importorskip("torch", reason="needs torch and transformers")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import KvctlError, UsageError
 from kvctl.measure.assessed import AssessAsked, Assessed, Assessment, ranked
-from kvctl.measure.cache import walk
+from kvctl.measure.cache import ModuleStates, walk
 from kvctl.measure.devices import synchronizer, watch_all
 from kvctl.measure.faults import first_line
 from kvctl.measure.generation import Needles, Reading, continued, greedy
@@ -122,13 +122,14 @@ class _Run:
         row = Assessed(technique.name, technique.papers, total)
         self.now.say(f"{technique.name}: bytes")
         self._use(technique)
+        states = ModuleStates(self.loaded.model)
         try:
             with watch_all(self.loaded.devices) as watcher:
                 passes.begin(1)
                 token = passes.prefill(self._ids()).argmax(-1, keepdim=True)
                 for _ in range(asked.decode):
                     token = passes.feed(token).argmax(-1, keepdim=True)
-                held = walk(passes.cache)
+                held = walk(passes.cache, states.found(1))
                 watcher.settle()
         except KvctlError:
             raise

@@ -80,7 +80,7 @@ class AssessAsked(Record):
         return self.prompt + self.scored + 1
 
     def within(self, positions: int | None, tokens: int | None) -> AssessAsked:
-        """For a model with so many positions, pieces of text no longer than that; so many tokens scored in all."""
+        """For a model with so many positions, pieces of text no longer than that; so many tokens scored in all: with fewer, less is generated too."""
         asked = self
         if positions is not None and asked.window > positions:
             prompt = positions * 2 // 3
@@ -88,7 +88,13 @@ class AssessAsked(Record):
         if tokens is None:
             return asked
         windows = -(-tokens // asked.scored)
-        return asked.replace(windows=windows, scored=-(-tokens // windows))
+        few = windows < asked.windows
+        return asked.replace(
+            windows=windows,
+            scored=-(-tokens // windows),
+            texts=min(asked.texts, windows),
+            keys=1 if few else asked.keys,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields}
