@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M"
 """What `kvctl profile` without a model runs, with random weights: nothing is downloaded."""
-_DEFAULT_CONTEXTS = (512, 2048)
+DEFAULT_CONTEXTS = (512, 2048)
 _QUICK_CONTEXTS = (256, 1024)
 """Of the model that nobody named."""
 _MOST = {"--batch": 4096, "--repeat": 1000, "--decode": 2**20, "--tp": 1024, "--layers": 1000}
@@ -75,9 +75,9 @@ def contexts(text: str | None, spec: ModelSpec, decode: int) -> tuple[int, ...]:
     if (found := asked_contexts(text)) is not None:
         return found
     if spec.max_context is None:
-        return _DEFAULT_CONTEXTS
+        return DEFAULT_CONTEXTS
     longest = max(spec.max_context - decode, 1)
-    return tuple(dict.fromkeys(min(context, longest) for context in _DEFAULT_CONTEXTS))
+    return tuple(dict.fromkeys(min(context, longest) for context in DEFAULT_CONTEXTS))
 
 
 def many(tp: int, nnodes: int, node_rank: int, rdzv_endpoint: str | None) -> Many:
@@ -404,7 +404,7 @@ def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) 
         if value is not None and not texts:
             raise UsageError(f"{option} is about techniques, and none is named", hint="--technique int8,int4")
         if name in ("max_ppl_increase", "min_top1"):
-            _percent(value, option)
+            percent(value, option)
         if name == "best" and value and bounds.get("max_ppl_increase") is None and bounds.get("min_top1") is None:
             raise UsageError("--best takes a bound to be kept", hint="--max-ppl-increase 1%, or --min-top1 98%")
         if name == "tokens" and value is not None and not 1 <= value <= 2**20:
@@ -433,13 +433,19 @@ def assess_asked(plan: ProfilePlan, tokens: int | None, most_change: str | None,
     """
     from kvctl.measure.assessed import AssessAsked, Bounds
 
-    bounds = Bounds(_percent(most_change, "--max-ppl-increase"), _percent(least_top1, "--min-top1"))
+    bounds = Bounds(percent(most_change, "--max-ppl-increase"), percent(least_top1, "--min-top1"))
     return AssessAsked(max(plan.asked.contexts), plan.asked.decode, max(plan.asked.repeat, 1), bounds=bounds).within(
         plan.spec.max_context, tokens
     )
 
 
-def _percent(text: str | None, option: str) -> float | None:
+def percent(text: str | None, option: str) -> float | None:
+    """ "1%" and "1" are 1.
+
+    Raises:
+        UsageError: it is no number, or less than 0.
+
+    """
     if text is None:
         return None
     try:

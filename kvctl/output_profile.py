@@ -103,6 +103,11 @@ def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, 
         output.print_json(document | ({"comparison": comparison.to_dict()} if comparison is not None else {}))
     elif form in ("csv", "md"):
         rows = [_row(report, point) for point in report.points]
+        if report.sharing is not None:
+            rows = [
+                {"model": report.model.id if report.model is not None else "", **held.to_dict()}
+                for held in report.sharing.held
+            ]
         if report.techniques is not None:
             rows = [_technique(report, row) for row in report.techniques.rows]
         if report.model is None:

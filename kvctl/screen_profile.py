@@ -45,6 +45,11 @@ def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison 
     if report.techniques is not None:
         screen.line()
         print_techniques(screen, report.techniques, report.dtype)
+    if report.sharing is not None and report.sharing.held:
+        from kvctl.screen_sharing import print_sharing
+
+        screen.line()
+        print_sharing(screen, report.sharing)
     facts = [*_limits(report.points), *_lines(report.lines)]
     if facts:
         screen.line()
@@ -96,6 +101,10 @@ def _verdict(report: ProfileReport) -> tuple[str, str]:
         count = plural(len(report.techniques.rows), "cache")
         return (f"{cut}{count}: the bytes are as predicted", "bold green") if report.agrees else (
             f"{cut}{count}: the bytes are NOT as predicted in all", "bold red")  # fmt: skip
+    if report.sharing is not None and report.agrees is not None:
+        words = "bytes, blocks found and blocks copied are"
+        return (f"{cut}{words} as predicted", "bold yellow" if cut else "bold green") if report.agrees else (
+            f"{cut}{words} NOT as predicted in all", "bold red")  # fmt: skip
     if report.agrees is not None:  # of another engine's log
         return (f"{cut}what it logged is as predicted", "bold green") if report.agrees else (
             f"{cut}what it logged is not as predicted", "bold red")  # fmt: skip

@@ -22,6 +22,7 @@ from schema_parts import (
     whole,
 )
 from schemas_machine import MACHINE
+from schemas_sharing import sharing
 from schemas_techniques import TECHNIQUES
 
 # -- times ---------------------------------------------------------------------------------
@@ -369,6 +370,7 @@ PROFILE = document(
         "until_oom": UNTIL_OOM,
         "machine": MACHINE,
         "techniques": TECHNIQUES,
+        "sharing": sharing(sample),
         "engine_log": maybe({**LOG, "description": "The start of another engine beside kvctl's plan; null with transformers."}),
         "notes": listed("What to know about it.", STRINGS),
         "warnings": listed("What to be wary of.", STRINGS),

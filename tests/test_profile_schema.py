@@ -34,6 +34,7 @@ from kvctl.measure.report import (
 )
 from kvctl.measure.saved import Saved
 from kvctl.measure.saved import load as load_saved
+from kvctl.measure.shared import Alike, FirstToken, Forked, Held, PrefillWork, Sharing, SharingAsked
 from kvctl.measure.statistics import Ratio, Sample
 from kvctl.output_profile import emit_profile
 from kvctl.reports import ModelInfo, WeightsInfo
@@ -99,6 +100,16 @@ def assessment() -> Assessment:
     return Assessment((row, broken), AssessAsked(512, bounds=Bounds(1.0, 98.0)), "english")
 
 
+def sharing() -> Sharing:
+    """Two requests, with everything that is measured of them."""
+    alike = Alike("prefix", 10, 9, 0.5, 20.0)
+    times = Sample((0.5, 0.25))
+    return Sharing(
+        SharingAsked(64, 0.5, 2), (Held("contiguous", 900, None, 128, 100), Held("paged", 800, 800, 112, 100, 7)), (alike,), (0, 32), (0, 32),
+        Forked(63, 4, 3, 3, 3, 8, 8, 20, alike), PrefillWork(100, 50), FirstToken(times, times, Ratio(0.5, 0.4, 0.6, "pairs")),
+    )  # fmt: skip
+
+
 def full() -> ProfileReport:
     """A report with every part."""
     points = tuple(point(context) for context in (512, 1024, 2048, 4096))
@@ -123,6 +134,7 @@ def full() -> ProfileReport:
         machine=look().replace(gpus=(gpu(),), no_gpu=None, load=(0.5, 0.25, 0.125), rates=(RATES,)),
         engine_log=log(),
         techniques=assessment(),
+        sharing=sharing(),
         ranks=2,
         notes=("n",),
         warnings=("w",),

@@ -71,6 +71,8 @@ def test_commas_make_a_list_to_compare() -> None:
     ("int4:residual=16+streaming-llm:16", "is less than 4 first and 16 newest"), ("kivi4+streaming-llm", "packs 32 tokens together"), ("int4:sinks=8+streaming-llm", "the first 8 tokens"),
     ("int4:rope=before+streaming-llm", "before their rotary embedding"), ("int4:values=int3", "is no format"), ("", "unknown ''"),
     ("int4:group=32:group=64", "said twice"), ("int8:rope=never", "is not known"),
+    ("paged+int8", "paged keeps all tokens as they are"), ("h2o+paged", "paged keeps all tokens"), ("paged+paged", "whole blocks"),
+    ("paged:block=0", "too small"), ("paged:block=8k", "out of range"), ("paged:32", "'32' is not known"),
 ], ids=lambda value: value[:30])  # fmt: skip
 def test_what_is_no_technique(text: str, part: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -211,7 +213,7 @@ def test_half_precision(technique: str, dtype: str) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("chunks", [(40,), (20, 20), (30, *[1] * 10)], ids=str)
 @pytest.mark.parametrize("technique", ["streaming-llm:4096", "int4:residual=100", "streaming-llm:1.0", "streaming-llm:1.0:positions=text",
-                                       "h2o:1.0", "tova:1.0", "scissorhands:64", "expected-attention:1.0", "snapkv:1.0", "pyramidkv:1.0", "knorm:1.0", "window:1.0", "random:1.0"])  # fmt: skip
+                                       "h2o:1.0", "tova:1.0", "scissorhands:64", "expected-attention:1.0", "snapkv:1.0", "pyramidkv:1.0", "knorm:1.0", "window:1.0", "random:1.0", "paged", "paged:block=7", "paged:block=1"])  # fmt: skip
 def test_without_compression_nothing_changes(model: Any, technique: str, chunks: tuple[int, ...]) -> None:
     """Padding on the left included."""
     import torch

@@ -289,6 +289,25 @@ def profile(
             "--best", help="Name the smallest technique that keeps the bounds; status 3 only where none does."
         ),
     ] = False,
+    shared_prefix: Annotated[
+        Optional[str],
+        typer.Option(
+            "--shared-prefix",
+            metavar="SHARE",
+            help="Run requests whose prompts have this part in common (50%) through a paged cache, without and with an index of prefixes.",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[
+        Optional[int],
+        typer.Option("--requests", metavar="N", help="How many requests. Default: 8.", show_default=False),
+    ] = None,
+    block: Annotated[
+        Optional[int],
+        typer.Option(
+            "--block", metavar="N", help="Tokens of a block of the paged cache. Default: 16.", show_default=False
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with status 1 where a prediction is not right to the byte.")
     ] = False,
@@ -338,6 +357,7 @@ def profile(
     from kvctl import options, output_profile, signals
     from kvctl import options_profile as own
     from kvctl.errors import ExitCode
+    from kvctl.options_sharing import read_sharing
 
     form = options.read_output_format(format_, json_)
     weights = own.weights_of(weights, model)
@@ -345,7 +365,8 @@ def profile(
         engine,
         of_transformers={"--layers": layers, "--tp": tp > 1, "--until-oom": until_oom, "--device-map": device_map, "--attn": attention,
                          "--prefill-chunk": prefill_chunk, "--trust-remote-code": trust_remote_code, "--device": device != "auto",
-                         "--encoder-tokens": encoder_tokens, "--technique": bool(technique), "--source": source, "--revision": revision},
+                         "--encoder-tokens": encoder_tokens, "--technique": bool(technique), "--shared-prefix": shared_prefix, "--requests": requests, "--block": block,
+                         "--source": source, "--revision": revision},
         of_others={"--kv-dtype": kv_dtype != "auto", "--k-dtype": k_dtype != "auto", "--v-dtype": v_dtype != "auto",
                    "--engine-path": engine_path, "--engine-flags": engine_flags, **{item.spelling: True for item in context.obj or ()}},
         not_of_llama_cpp={"--weights random": weights == "random", "--dtype": dtype != "auto"},
@@ -368,6 +389,11 @@ def profile(
         technique, alone=tp == 1 and until is None and layers is None and batch == "1", tokens=tokens, text=text,
         max_ppl_increase=max_ppl_increase, min_top1=min_top1, best=best or None,
     )  # fmt: skip
+    sharing = read_sharing(
+        shared_prefix, requests, block, ctx=ctx, decode=decode, repeat=repeat,
+        alone=tp == 1 and until is None and layers is None and batch == "1" and prefill_chunk is None and plot is None
+        and not techniques,
+    )  # fmt: skip
     own.check_files(save, plot, form)
     earlier = own.read_earlier(compare or [])
     missing = own.missing_packages(context, model) if engine == "transformers" else None
@@ -388,7 +414,11 @@ def profile(
                 seed=seed, encoder_tokens=encoder_tokens, trust_remote_code=trust_remote_code, ranks=ranks, revision=revision,
                 default_model=model is None,
             )  # fmt: skip
-            if techniques:
+            if sharing is not None:
+                from kvctl.measure.run import profile_sharing
+
+                report = profile_sharing(plan, sharing.replace(context=min(plan.asked.contexts)), progress)
+            elif techniques:
                 from kvctl.measure.run import profile_techniques
 
                 asked = own.assess_asked(plan, tokens, max_ppl_increase, min_top1)

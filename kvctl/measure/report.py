@@ -287,6 +287,8 @@ class ProfileReport(Record):
     """kvctl.measure.machine.Machine, where it was looked at."""
     techniques: Any = None
     """kvctl.measure.assessed.Assessment, where techniques were asked for."""
+    sharing: Any = None
+    """kvctl.measure.shared.Sharing, where requests with a common prefix were asked for."""
     engine_log: Any = None
     """kvctl.startlog.LogReport of another engine's start."""
     ranks: int = 1
@@ -302,8 +304,9 @@ class ProfileReport(Record):
         found = [point.agrees for point in self.points if point.agrees is not None]
         if self.engine_log is not None:
             found.append(self.engine_log.agrees)
-        if self.techniques is not None and self.techniques.agrees is not None:
-            found.append(self.techniques.agrees)
+        for part in (self.techniques, self.sharing):
+            if part is not None and part.agrees is not None:
+                found.append(part.agrees)
         return all(found) if found else None
 
     @property
@@ -312,6 +315,7 @@ class ProfileReport(Record):
         return (
             bool(self.points)
             or self.techniques is not None
+            or (self.sharing is not None and self.sharing.agrees is not None)
             or (self.until_oom is not None and bool(self.until_oom.tries))
         )
 
@@ -339,6 +343,7 @@ class ProfileReport(Record):
             "until_oom": _part(self.until_oom),
             "machine": _part(self.machine),
             "techniques": _part(self.techniques),
+            "sharing": _part(self.sharing),
             "engine_log": _part(self.engine_log),
             "notes": self.notes,
             "warnings": self.warnings,

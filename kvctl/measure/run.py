@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl import signals, texts
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import KvctlError, SourceError
-from kvctl.measure.idle import NOTICEABLE
+from kvctl.measure.idle import NOTICEABLE, Others
 from kvctl.measure.report import Point, ProfileReport, Try
 from kvctl.record import Record
 from kvctl.size import SizePlan, prepare, size
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvctl.measure.loaded import Loaded, Wanted
     from kvctl.measure.points import Asked
     from kvctl.measure.rates import Rates
+    from kvctl.measure.shared import SharingAsked
     from kvctl.spec import ModelSpec
     from kvctl.techniques import Technique
 
@@ -154,9 +155,7 @@ def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
         with quiet() as said:
             others = measure(loaded, plan.asked, model.dtype, model.tokens, model.rates, progress.now, done)
         notes += slow_kernels(said)
-        if others is not None and others >= NOTICEABLE:
-            warnings.append(f"other programs took {others:.0%} of the processors while times were measured: they are longer "
-                            "and vary more than on an idle machine")  # fmt: skip
+        warnings += _busy(others)
     except KeyboardInterrupt:
         interrupted = True
     return report_of(plan, question.dtype, loaded).replace(
@@ -198,6 +197,39 @@ def profile_techniques(
     return report_of(plan, question.dtype, model.loaded).replace(
         techniques=found, notes=tuple(notes), warnings=question.warnings, interrupted=found.interrupted
     )
+
+
+def profile_sharing(plan: ProfilePlan, asked: SharingAsked, progress: Progress) -> ProfileReport:
+    """Load the model and measure requests whose prompts begin alike, in a paged cache.
+
+    Raises:
+        KvctlError: the model cannot be loaded or run, or its cache cannot be shared in blocks.
+
+    """
+    from kvctl.measure.hush import quiet
+    from kvctl.measure.sharing import paged_model, share
+    from kvctl.techniques import parse
+
+    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
+    paged_model(plan.spec, parse("paged"))  # before anything is loaded
+    notes: list[str] = []
+    _threads(notes)
+    model = ready(plan.replace(limits=False), progress.now)
+    others = Others()
+    with quiet(), others.counting():
+        found = share(model.loaded, asked, model.dtype, model.tokens, progress.now)
+    return report_of(plan, question.dtype, model.loaded).replace(
+        sharing=found, notes=(*notes, *model.notes), warnings=(*question.warnings, *_busy(others.share)),
+        interrupted=found.interrupted,
+    )  # fmt: skip
+
+
+def _busy(others: float | None) -> list[str]:
+    """A warning, where other programs took too much of the processors."""
+    if others is None or others < NOTICEABLE:
+        return []
+    return [f"other programs took {others:.0%} of the processors while times were measured: they are longer "
+            "and vary more than on an idle machine"]  # fmt: skip
 
 
 def unmeasured(plan: ProfilePlan) -> ProfileReport:

@@ -108,7 +108,7 @@ def _profile(data: Mapping[str, Any]) -> ProfileReport:
     flat["version"] = flat.pop("kvctl_version", None)
     flat |= {
         name: None if flat.get(name) is None else Kept(_free(flat[name], name))
-        for name in ("machine", "engine_log", "techniques")
+        for name in ("machine", "engine_log", "techniques", "sharing")
     }
     return _record(ProfileReport, flat, "")
 

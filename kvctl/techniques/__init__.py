@@ -13,6 +13,7 @@ from kvctl.record import Record
 from kvctl.techniques.convert import Convert
 from kvctl.techniques.keep import Keep
 from kvctl.techniques.options import Options
+from kvctl.techniques.paging import Paging
 from kvctl.techniques.store import Store
 
 
@@ -81,6 +82,12 @@ TABLE: tuple[Kind, ...] = (
     Kind("q4_1", _STORES, "4-bit integers with scale and minimum for every 32", "llama.cpp -ctk q4_1"),
     Kind("q4_0", _STORES, "4-bit integers with a scale for every 32", "llama.cpp -ctk q4_0"),
     Kind("iq4_nl", _STORES, "4-bit code book with a scale for every 32", "llama.cpp -ctk iq4_nl"),
+    Kind(
+        "paged",
+        ".paging",
+        "blocks of 16 tokens, each taken when it is needed, and a table of them",
+        "arXiv 2309.06180",
+    ),
     Kind("streaming-llm", ".keeps.streaming_llm", "the first tokens and the newest", "arXiv 2309.17453"),
     Kind("h2o", ".keeps.h2o", "tokens that got most attention so far, and the newest", "arXiv 2306.14048"),
     Kind(
@@ -131,6 +138,7 @@ class Technique(Record):
     keep: Keep | None = None
     convert: Convert | None = None
     """What is done to the model first."""
+    paging: Paging | None = None
     kinds: tuple[Kind, ...] = ()
 
     @property
@@ -155,8 +163,8 @@ class Technique(Record):
 
     @property
     def like_plain(self) -> bool:
-        """Whether nothing is packed and nothing is let go."""
-        return self.store == Store() and self.keep is None
+        """Whether nothing is packed, nothing is let go, and all lies in one piece."""
+        return self.store == Store() and self.keep is None and self.paging is None
 
 
 PLAIN = Technique("plain")
@@ -172,7 +180,7 @@ def parse(text: str) -> Technique:
     """
     if text.strip().lower() == PLAIN.name:
         return PLAIN
-    store, keep, convert, kinds = Store(), None, None, []
+    store, keep, convert, paging, kinds = Store(), None, None, None, []
     for part in text.split("+"):
         name, *words = part.strip().split(":")
         kind = _BY_NAME.get(name.lower())
@@ -182,7 +190,11 @@ def parse(text: str) -> Technique:
         made = import_module(kind.module, __name__).build(options)
         options.end()
         kinds.append(kind)
-        if isinstance(made, Keep):
+        if isinstance(made, Paging):
+            if paging is not None:
+                raise UsageError(f"{text[:80]}: two parts cut it in whole blocks", hint="one of them")
+            paging = made
+        elif isinstance(made, Keep):
             if keep is not None:
                 raise UsageError(
                     f"{text[:80]}: {keep.name} and {made.name} both say which tokens stay", hint="one of them"
@@ -196,9 +208,11 @@ def parse(text: str) -> Technique:
             if store != Store():
                 raise UsageError(f"{text[:80]}: two parts say how tokens are stored", hint="one of them")
             store = made
+    if paging is not None and (store != Store() or keep is not None):
+        raise UsageError(f"{text[:80]}: paged keeps all tokens as they are, in whole blocks", hint="paged by itself")
     if keep is not None:
         keep = _together(text, store, keep)
-    return Technique(text.strip(), store, keep, convert, tuple(kinds))
+    return Technique(text.strip(), store, keep, convert, paging, tuple(kinds))
 
 
 def _together(text: str, store: Store, keep: Keep) -> Keep:

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvctl.errors import ConfigError
 from kvctl.techniques import attention
 from kvctl.techniques.keep import Place
+from kvctl.techniques.paging.cache import PagedLayer, Pages
 from kvctl.techniques.policy import Policy, Seen
 from kvctl.techniques.rope import Rope
 
@@ -247,8 +248,9 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
             self.policy.reorder(beams)
 
 
-def equipped(cache: Any, model: Any, technique: Technique, indexes: Collection[int]) -> Any:
-    """`cache` with the layers at `indexes`, which hold keys and values of full attention, as `technique` has them.
+def equipped(cache: Any, model: Any, technique: Technique, indexes: Collection[int], pages: Pages | None = None) -> Any:
+    """`cache` with the layers at `indexes`, which hold keys and values of full attention, as `technique` has them; of a
+    paged one, `pages` instead of a pool that grows.
 
     Raises:
         ConfigError: one of them is of a kind that cannot be put in another's place.
@@ -259,9 +261,15 @@ def equipped(cache: Any, model: Any, technique: Technique, indexes: Collection[i
         raise ConfigError(f"{technique.name}: {type(model).__name__} makes its cache layer by layer, in a way that kvctl does not know",
                           hint="kvctl size MODEL --technique … predicts it")  # fmt: skip
     rope = Rope(model, technique.name) if technique.store.unrotated else None
+    if technique.paging is not None and pages is None:
+        pages = Pages(technique.paging.block)
+    first = min(indexes, default=0)
     for index in indexes:
         if type(layers[index]) is not DynamicLayer:
             raise ConfigError(f"{technique.name}: layer {index} of {type(model).__name__} keeps a {type(layers[index]).__name__}",
                               hint="techniques work on layers that keep nothing but keys and values")  # fmt: skip
+        if pages is not None:
+            layers[index] = PagedLayer(pages, leads=index == first)
+            continue
         layers[index] = TechniqueLayer(technique.store, technique.keep, Place(index, len(layers)), model, rope)
     return cache

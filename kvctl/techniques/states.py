@@ -20,6 +20,7 @@ from kvctl.spec import (
     fraction,
 )  # fmt: skip
 from kvctl.techniques.keep import Keep, Place
+from kvctl.techniques.paging import Paging
 from kvctl.techniques.store import Packing, Store
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Compressed(LayerState):
     store: Store
     keep: Keep | None
     place: Place
+    paging: Paging | None = None
+    table: bool = False
+    """Whether the block table, which all layers share, is counted here."""
     kind: ClassVar[str] = "full_attention"
 
     def tokens(self, work: Workload, keep: Retention) -> int:
@@ -45,13 +49,16 @@ class Compressed(LayerState):
 
     def size(self, work: Workload, fmt: Formats, keep: Retention) -> int:
         kept, width = self.tokens(work, keep), fmt.model.bytes
+        if self.paging is not None:
+            row = self.kv_heads * (self.key_dim + self.value_dim) * width
+            return self.paging.bytes(kept, row) + (self.paging.table(kept) if self.table else 0)
         halves: Sequence[tuple[Packing, int]] = ((self.store.keys, self.key_dim), (self.store.values, self.value_dim))
         held = sum(half.bytes(kept, self.kv_heads, dim, width) for half, dim in halves)
         return held + (self.keep.beside(kept, self.kv_heads, self.place) if self.keep is not None else 0)
 
     def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
-        """Over as many tokens as it takes for whole groups, and whole numbers of a share."""
-        steps = self.store.group
+        """Over as many tokens as it takes for whole groups or blocks, and whole numbers of a share."""
+        steps = self.store.group if self.paging is None else self.paging.block
         if self.keep is not None:
             steps = math.lcm(steps, self.keep.period(self.place))
         later = Workload(work.context + steps, 1, work.encoder)
@@ -71,15 +78,17 @@ def applied(spec: ModelSpec, technique: Technique, engine: str) -> ModelSpec:
         spec = technique.convert.predicted(spec, engine)
         if technique.like_plain:
             return spec.replace(notes=(*spec.notes, *technique.papers))
-    made: dict[tuple[int, Place], Layer] = {}
+    made: dict[tuple[int, Place, bool], Layer] = {}
     layers, left, changed = [], set[str](), False
     for index, layer in enumerate(spec.layers):
         place = Place(index, len(spec.layers)) if technique.by_layer else Place()
-        key = (id(layer), place)
+        key = (id(layer), place, changed)
         if key not in made:
-            states = tuple(_state(spec, state, technique, place, left) for state in layer.states_in(engine))
+            states = tuple(
+                _state(spec, state, technique, place, left, first=not changed) for state in layer.states_in(engine)
+            )
             made[key] = layer if states == layer.states_in(engine) else Layer(states, {}, layer.note)
-            changed |= made[key] is not layer
+        changed |= made[key] is not layer
         layers.append(made[key])
     if not changed:
         raise ConfigError(f"{spec.id}: {technique.name} works on keys and values of full attention, and its cache has none",
@@ -90,7 +99,9 @@ def applied(spec: ModelSpec, technique: Technique, engine: str) -> ModelSpec:
     return spec.replace(layers=tuple(layers), notes=tuple(notes))
 
 
-def _state(spec: ModelSpec, state: LayerState, technique: Technique, place: Place, left: set[str]) -> LayerState:
+def _state(
+    spec: ModelSpec, state: LayerState, technique: Technique, place: Place, left: set[str], *, first: bool
+) -> LayerState:
     if isinstance(state, LatentAttention):
         raise ConfigError(f"{spec.id} keeps latents: {technique.name} works on keys and values of heads",
                           hint="a latent is compressed already; --kv-dtype says in which format engines keep it")  # fmt: skip
@@ -107,5 +118,6 @@ def _state(spec: ModelSpec, state: LayerState, technique: Technique, place: Plac
         if half.codec is not None and dim:
             half.codec.check(state.kv_heads, dim)
     return Compressed(
-        state.kv_heads, state.key_dim, state.value_dim, state.prefix, technique.store, technique.keep, place
-    )
+        state.kv_heads, state.key_dim, state.value_dim, state.prefix, technique.store, technique.keep, place,
+        technique.paging, first and technique.paging is not None,
+    )  # fmt: skip
