@@ -9,13 +9,17 @@ import pytest
 from kvctl.measure.cache import walk
 from kvctl.techniques import parse
 
+pytest.importorskip("torch", reason="needs torch and transformers")
+pytest.importorskip("transformers")
+
 pytestmark = pytest.mark.engine
 LAYERS, DIM = 2, 16
 
 
 def model_of(kv_heads: int = 2, dtype: str = "float32") -> Any:
-    torch = pytest.importorskip("torch", reason="needs torch and transformers")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=kv_heads,
