@@ -79,6 +79,8 @@ def _beside(one: Sequence[list[str]], other: Sequence[list[str]]) -> list[list[s
 
 def _size(row: Assessed) -> list[str]:
     held = "–" if row.kv_bytes is None else f"{row.kv_bytes:,}"
+    if row.kv_bytes is not None and row.predicted_bytes is None:
+        held += " (not predicted)"
     return [
         held if row.agrees is not False else f"{held} ({row.predicted_bytes:,} predicted)",
         "–" if row.ratio is None else f"{row.ratio:.2f}×",

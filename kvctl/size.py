@@ -306,6 +306,8 @@ def answer(asked: Question, context: int) -> SizeResult:
 
 def _stored(plan: SizePlan, half: str) -> str | None:
     """The format in which a technique packs keys or values."""
+    if plan.technique is not None and plan.technique.foreign is not None:
+        return plan.technique.foreign.stored
     codec = getattr(plan.technique.store, half).codec if plan.technique is not None else None
     return None if codec is None else codec.name
 

@@ -65,7 +65,7 @@ class _Run:
         self.loaded, self.asked, self.dtype, self.tokens, self.now, self.done = loaded, asked, dtype, tokens, now, done
         self.techniques = [PLAIN, *(one for one in dict.fromkeys(techniques) if one != PLAIN)]
         self.specs = {
-            one.name: loaded.spec if one.plain else applied(loaded.spec, one, TRANSFORMERS.name)
+            one.name: loaded.spec if one.plain or not one.predicted else applied(loaded.spec, one, TRANSFORMERS.name)
             for one in self.techniques
         }
         self.text = text
@@ -147,7 +147,7 @@ class _Run:
         finally:
             passes.drop()
         plan = SizePlan(TRANSFORMERS, dtype=self.dtype, generated=asked.decode)
-        predicted = size(self.specs[technique.name], total, plan).kv_bytes
+        predicted = size(self.specs[technique.name], total, plan).kv_bytes if technique.predicted else None
         use = watcher.use
         working = None if use is None else max(use.peak_bytes - use.before_bytes - held.logical_bytes, 0)
         return row.replace(kv_bytes=held.logical_bytes, predicted_bytes=predicted, working_bytes=working)

@@ -165,8 +165,8 @@ class Assessed(Record):
 
     @property
     def agrees(self) -> bool | None:
-        """Whether its bytes are as predicted; None where none were counted."""
-        return None if self.kv_bytes is None else self.kv_bytes == self.predicted_bytes
+        """Whether its bytes are as predicted; None where none were counted, or none could be predicted."""
+        return None if self.kv_bytes is None or self.predicted_bytes is None else self.kv_bytes == self.predicted_bytes
 
     @property
     def words(self) -> str:

@@ -48,7 +48,7 @@ def walk(cache: Any, states: Mapping[str, Any] | None = None) -> CacheBytes:
     storages: dict[tuple[str, int], int] = {}
     found = []
     for path, tensor in (*_tensors(cache, "cache", set(), 0), *(states or {}).items()):
-        if not tensor.dim() or (tensor.numel() == 1 and not tensor.is_floating_point()):
+        if tensor.numel() == 1 and not tensor.is_floating_point():
             continue
         size = tensor.numel() * tensor.element_size()
         key = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype))

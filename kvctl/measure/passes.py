@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError, KvctlError
+from kvctl.measure import foreign
 from kvctl.measure.devices import synchronizer
 from kvctl.record import Record
 
@@ -54,6 +55,7 @@ class Passes:
         """Called before a run is timed: waits for other ranks, where there are any."""
         self.technique: Technique | None = None
         """What makes the cache smaller; None is the plain one."""
+        self._seen = 0
         self.indexes: tuple[int, ...] = ()
         """Layers of the cache that it works on."""
         self._restore: Callable[[], None] = lambda: None
@@ -79,6 +81,7 @@ class Passes:
         if self.technique is not None and not self.technique.plain:
             self._equip(self.technique)
         self._beside = self._encoder_states(batch) if self._is_encoder_decoder else {}
+        self._seen = 0
 
     def feed(self, ids: Any) -> Any:
         """Logits [batch, vocabulary] after tokens [batch, length], which join the cache."""
@@ -109,6 +112,11 @@ class Passes:
         given = {**settings, **self._beside, self._ids_name: ids}
         if self.cache is not None and self._cache_name is not None:
             given[self._cache_name] = self.cache
+        if self.technique is not None and self.technique.foreign is not None and self.technique.foreign.shortens:
+            import torch
+
+            given["position_ids"] = torch.arange(self._seen, self._seen + ids.shape[1], device=ids.device)[None]
+            self._seen += ids.shape[1]
         return given
 
     def _equip(self, technique: Technique) -> None:
@@ -125,12 +133,21 @@ class Passes:
         from kvctl.techniques.caches import equipped
 
         attention.remove(self.model)
+        if technique.foreign is not None:
+            foreign.equip(technique.foreign, self.cache, self.model)
+            return
         equipped(self.cache, self.model, technique, self.indexes)
         if technique.keep is not None:
             attention.install(self.model, technique.name)
 
     def prefill(self, ids: Any, chunk: int | None = None) -> Any:
         """Logits after a prompt, in one piece or in chunks of so many tokens."""
+        if self.technique is not None and self.technique.foreign is not None:
+            with foreign.around_prompt(self.technique.foreign, self.model):
+                return self._prompt(ids, chunk)
+        return self._prompt(ids, chunk)
+
+    def _prompt(self, ids: Any, chunk: int | None) -> Any:
         if chunk is None or chunk >= ids.shape[1]:
             return self.feed(ids)
         for start in range(0, ids.shape[1], chunk):

@@ -177,11 +177,16 @@ def profile_techniques(
 
     """
     from kvctl.measure.assess import assess
+    from kvctl.measure.foreign import need
     from kvctl.measure.hush import quiet
 
     question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
     notes: list[str] = []
     _threads(notes)
+    for one in techniques:
+        if one.foreign is not None:
+            with quiet():
+                need(one.foreign)
     model = ready(plan.replace(limits=False), progress.now)
     notes += model.notes
     ids = None

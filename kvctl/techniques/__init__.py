@@ -11,6 +11,7 @@ from importlib import import_module
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.techniques.convert import Convert
+from kvctl.techniques.foreign import Foreign
 from kvctl.techniques.keep import Keep
 from kvctl.techniques.options import Options
 from kvctl.techniques.paging import Paging
@@ -126,7 +127,13 @@ TABLE: tuple[Kind, ...] = (
     Kind("window", ".keeps.window", "the newest tokens", "for comparison"),
     Kind("random", ".keeps.random_tokens", "tokens drawn by lot", "for comparison"),
 )
-_BY_NAME = {kind.name: kind for kind in TABLE}
+_FOREIGN = ".foreign"
+OTHERS: tuple[Kind, ...] = (
+    Kind("hf", _FOREIGN, "transformers' own quantized caches, by quanto, HQQ or in fp8", "transformers QuantizedCache"),
+    Kind("kvpress", _FOREIGN, "a press of kvpress, on the prompt alone", "github.com/NVIDIA/kvpress"),
+)
+"""Caches of other people, for comparison: they need packages of their own, and "all" is without them."""
+_BY_NAME = {kind.name: kind for kind in (*TABLE, *OTHERS)}
 
 
 class Technique(Record):
@@ -140,6 +147,8 @@ class Technique(Record):
     """What is done to the model first."""
     paging: Paging | None = None
     kinds: tuple[Kind, ...] = ()
+    foreign: Foreign | None = None
+    """Somebody else's cache, instead of both."""
 
     @property
     def by_layer(self) -> bool:
@@ -149,12 +158,17 @@ class Technique(Record):
     @property
     def scheme(self) -> str:
         """How tokens are stored, in words."""
-        return "; ".join(kind.what for kind in self.kinds if kind.module == _STORES)
+        return "; ".join(kind.what for kind in self.kinds if kind.module in (_STORES, _FOREIGN))
 
     @property
     def papers(self) -> tuple[str, ...]:
         """A line for each part: what it does, and where it comes from."""
         return tuple(f"{kind.name}: {kind.what} ({kind.paper})" for kind in self.kinds)
+
+    @property
+    def predicted(self) -> bool:
+        """Whether its bytes are known without running it."""
+        return self.foreign is None or self.foreign.predicted
 
     @property
     def plain(self) -> bool:
@@ -164,7 +178,7 @@ class Technique(Record):
     @property
     def like_plain(self) -> bool:
         """Whether nothing is packed, nothing is let go, and all lies in one piece."""
-        return self.store == Store() and self.keep is None and self.paging is None
+        return self.store == Store() and self.keep is None and self.paging is None and self.foreign is None
 
 
 PLAIN = Technique("plain")
@@ -190,6 +204,10 @@ def parse(text: str) -> Technique:
         made = import_module(kind.module, __name__).build(options)
         options.end()
         kinds.append(kind)
+        if isinstance(made, Foreign):
+            if "+" in text:
+                raise UsageError(f"{text[:80]}: {options.name} is a whole cache by itself", hint="without +")
+            return Technique(text.strip(), kinds=(kind,), foreign=made)
         if isinstance(made, Paging):
             if paging is not None:
                 raise UsageError(f"{text[:80]}: two parts cut it in whole blocks", hint="one of them")

@@ -72,14 +72,28 @@ class Rows:
     def read(self) -> Tensor:
         """All of them [batch, heads, tokens, dim], unpacked."""
         assert self.newest is not None
-        pieces = [self.newest]
-        if self.parts:
-            assert self._kernel is not None
-            rows = self._kernel.decode(self.parts, self.newest.dtype, self.newest.shape[-1])
-            pieces.insert(0, rotated(rows) if self._packing.rotated else rows)
-        if self.first is not None:
-            pieces.insert(0, self.first)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        around = self.first, self.newest
+        if not self.parts or not self.packed:
+            return joined([part for part in around if part is not None])
+        assert self._kernel is not None
+        # Packed rows are many, and copying them to join others costs more than unpacking them: some are unpacked twice, to make
+        # room for what lies around them.
+        before, after = (0 if part is None else int(part.shape[2]) for part in around)
+        ahead, behind = -(-before // self._group), -(-after // self._group)
+        enough = max(ahead, behind) <= self.parts[0].shape[2]
+        parts = tuple(with_room(part, ahead, behind) for part in self.parts) if enough else self.parts
+        rows: Tensor = self._kernel.decode(parts, self.newest.dtype, self.newest.shape[-1])
+        if self._packing.rotated:
+            rows = rotated(rows)
+        if not enough:
+            return joined([part for part in (self.first, rows, self.newest) if part is not None])
+        start = ahead * self._group - before
+        rows = rows[:, :, start : start + len(self)]
+        if before:
+            rows[:, :, :before] = self.first
+        if after:
+            rows[:, :, rows.shape[2] - after :] = self.newest
+        return rows
 
     def gather(self, places: Tensor) -> None:
         """Only the tokens at `places` [batch, heads, kept] are left; the first and the newest are among them."""
@@ -107,6 +121,21 @@ class Rows:
         self.first = None if self.first is None else self.first.index_select(0, beams)
         self.newest = None if self.newest is None else self.newest.index_select(0, beams)
         self.parts = tuple(part.index_select(0, beams) for part in self.parts)
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Pieces [batch, heads, tokens, dim] in a row; one alone is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def with_room(part: Tensor, ahead: int, behind: int) -> Tensor:
+    """A part with its first groups before it and its last ones behind it once more."""
+    pieces = [part]
+    if ahead:
+        pieces.insert(0, part[:, :, :ahead])
+    if behind:
+        pieces.append(part[:, :, -behind:])
+    return joined(pieces)
 
 
 def _taken(rows: Tensor, places: Tensor) -> Tensor:

@@ -57,6 +57,12 @@ class Options:
             return True
         return False
 
+    def rest(self) -> tuple[tuple[str, str], ...]:
+        """All named words that are left, for who knows them by himself."""
+        left = tuple(self._named.items())
+        self._named = {}
+        return left
+
     def end(self) -> None:
         """Refuses what nobody asked for."""
         left = [*self._plain, *self._named]

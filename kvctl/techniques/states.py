@@ -106,6 +106,10 @@ def _state(
         raise ConfigError(f"{spec.id} keeps latents: {technique.name} works on keys and values of heads",
                           hint="a latent is compressed already; --kv-dtype says in which format engines keep it")  # fmt: skip
     if not isinstance(state, FullAttention):
+        if technique.foreign is not None:
+            raise ConfigError(
+                f"{spec.id} keeps {state.kind.replace('_', ' ')}: {technique.name} takes full attention alone"
+            )
         if isinstance(state, Attention) or state.kind in (
             "recurrent_state",
             "conv_state",
@@ -114,6 +118,10 @@ def _state(
         ):
             left.add(state.kind.replace("_", " "))
         return state
+    if technique.foreign is not None:
+        if state.prefix or not state.value_dim:
+            raise ConfigError(f"{spec.id}: {technique.name} takes keys and values of tokens alone")
+        return technique.foreign.state(state)
     for half, dim in ((technique.store.keys, state.key_dim), (technique.store.values, state.value_dim)):
         if half.codec is not None and dim:
             half.codec.check(state.kv_heads, dim)
