@@ -152,7 +152,7 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
         rows += _allocation(result)  # beside a fit only where every step is asked for
     exact = result.kv_bytes_per_token_exact
     if result.kv_bytes_per_token:
-        each = f"{exact} bytes" if exact else f"{result.kv_bytes_per_token:,} bytes"
+        each = f"{_mixed(exact)} bytes" if exact else f"{result.kv_bytes_per_token:,} bytes"
         rows.append(("+1 token", format_bytes(result.kv_bytes_per_token), f"{each} for each sequence"))
     else:
         rows.append(("+1 token", "0 B", "nothing grows any more at this context"))
@@ -183,6 +183,12 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
     rows.append(("engine", "", engine_words(result) + _ENGINE_WORDS.get(result.engine, "")))
     rows.append(("source", "", f"{result.model.source}: {result.model.location}{revision}"))
     return rows
+
+
+def _mixed(exact: str) -> str:
+    """A fraction as whole bytes and a rest: "147,456 1/4"."""
+    whole, rest = divmod(*map(int, exact.split("/")))
+    return f"{whole:,} {rest}/{exact.partition('/')[2]}"
 
 
 def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:
