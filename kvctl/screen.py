@@ -187,8 +187,8 @@ def _facts(result: SizeResult) -> list[tuple[str, str, str]]:
 
 def _mixed(exact: str) -> str:
     """A fraction as whole bytes and a rest: "147,456 1/4"."""
-    whole, rest = divmod(*map(int, exact.split("/")))
-    return f"{whole:,} {rest}/{exact.partition('/')[2]}"
+    above, below = (int(part) for part in exact.split("/"))
+    return f"{above // below:,} {above % below}/{below}"
 
 
 def _allocation(result: SizeResult) -> list[tuple[str, str, str]]:

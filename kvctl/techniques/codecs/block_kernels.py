@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvctl.techniques.codecs import fast
 from kvctl.techniques.codecs.base import Parts
 from kvctl.techniques.codecs.blocks import BLOCK, GgmlBlocks
 
@@ -18,6 +19,9 @@ IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 """kvalues_iq4nl of ggml-common.h."""
 IQ4_NL_LEAST = 1e-15
 """GROUP_MAX_EPS: smaller blocks are stored as zeros."""
+
+LOOPS = {"q8_0": (8, 2), "q4_0": (4, 2), "q4_1": (4, 4)}
+"""Bits of a code, and where in a block codes start, of the types that `fast` knows."""
 
 
 def halves(scale: Tensor) -> Tensor:
@@ -88,8 +92,17 @@ class GgmlKernel:
         batch, heads, tokens, dim = x.shape
         if dim % BLOCK:
             x = x.transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
-        blocks = self._quantize(x.float().reshape(-1, BLOCK))
+        rows = x.reshape(-1, BLOCK)
+        served = self.codec.name in LOOPS and fast.serves(rows, BLOCK)
+        blocks = self._fast(rows) if served else self._quantize(rows.float())
         return (blocks.view(*x.shape[:-1], x.shape[-1] // BLOCK * blocks.shape[-1]),)
+
+    def _fast(self, rows: Tensor) -> Tensor:
+        width, place = LOOPS[self.codec.name]
+        blocks = torch.empty((rows.shape[0], place + BLOCK * width // 8), dtype=torch.uint8)
+        numbers = blocks.view(torch.float16)
+        fast.encode(self.codec.name.upper(), rows, width, blocks, place, numbers[:, 0], numbers[:, 1])
+        return blocks
 
     def _quantize(self, x: Tensor) -> Tensor:
         name = self.codec.name
@@ -126,7 +139,14 @@ class GgmlKernel:
         name, part = self.codec.name, parts[0]
         batch, lead, tokens, width = part.shape
         size = self.codec.bytes(1, 1, BLOCK, 1)
-        x = self._restore(part.reshape(-1, size), name).view(batch, lead, tokens, width // size * BLOCK)
+        blocks = part.reshape(-1, size)
+        if name in LOOPS and fast.serves(blocks, BLOCK):
+            bits, place = LOOPS[name]
+            numbers = blocks.contiguous().view(torch.float16)
+            x = fast.decode(name.upper(), BLOCK, bits, blocks, place, numbers[:, 0], numbers[:, 1], dtype)
+        else:
+            x = self._restore(blocks, name)
+        x = x.view(batch, lead, tokens, width // size * BLOCK)
         if dim % BLOCK:
             x = x.view(batch, tokens, width // size * BLOCK // dim, dim).transpose(1, 2)
         return x.to(dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvctl.techniques.codecs import fast
 from kvctl.techniques.codecs.base import Parts
 from kvctl.techniques.codecs.floats import Fp8, Microscaled, PerTokenHead
 
@@ -38,10 +39,14 @@ class Fp8Kernel:
         """See `Kernel`."""
         if self.codec.scales != (1.0,):
             x = x.float() / self._scales(x)
+        if self.codec.form == "e4m3" and fast.serves(x, x.numel()):
+            return (fast.cast(x),)
         return (saturate(x, self.codec.form),)
 
     def decode(self, parts: Parts, dtype: Any, dim: int) -> Tensor:
         """See `Kernel`."""
+        if self.codec.form == "e4m3" and self.codec.scales == (1.0,) and fast.serves(parts[0], parts[0].numel()):
+            return fast.uncast(parts[0], dtype)
         x = parts[0].view(FP8[self.codec.form])
         return x.to(dtype) if self.codec.scales == (1.0,) else (x.float() * self._scales(x)).to(dtype)
 
@@ -54,6 +59,14 @@ class PerTokenHeadKernel:
 
     def encode(self, x: Tensor) -> Parts:
         """See `Kernel`."""
+        *lead, dim = x.shape
+        if fast.serves(x, dim):
+            width = 4 if self.codec.form == "int4" else 8
+            packed = torch.empty((*lead, dim * width // 8), dtype=torch.uint8)
+            scale = torch.empty(lead, dtype=torch.float32)
+            rows, records = x.reshape(-1, dim), packed.view(-1, packed.shape[-1])
+            fast.encode(f"HEAD_{self.codec.form.upper()}", rows, width, records, 0, scale.view(-1), None)
+            return packed, scale
         x = x.float()
         lost = ~x.abs().amax(-1, keepdim=True).isfinite()
         if lost.any():
@@ -83,6 +96,12 @@ class PerTokenHeadKernel:
 
     def decode(self, parts: Parts, dtype: Any, dim: int) -> Tensor:
         """See `Kernel`."""
+        if fast.serves(parts[0], dim):
+            width = 4 if self.codec.form == "int4" else 8
+            records, numbers = parts[0].reshape(-1, parts[0].shape[-1]), parts[1].reshape(-1)
+            form = f"HEAD_{self.codec.form.upper()}"
+            rows = fast.decode(form, dim, width, records, 0, numbers, None, dtype)
+            return rows.view(*parts[1].shape, dim)
         packed, scale = parts[0], parts[1].unsqueeze(-1)
         if self.codec.form == "fp8":
             return (packed.view(FP8["e4m3"]).float() * scale).to(dtype)

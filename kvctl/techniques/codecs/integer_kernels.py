@@ -1,8 +1,8 @@
 """Kernels of grouped integers.
 
-On CPUs whole-tensor passes beat blocks that fit the cache: a pass over 2K tokens costs tens of microseconds,
-starting one several. Where torch has a fused loop (fbgemm's row-wise quantizers) it is used; the plain formulas
-give the same codes and serve other devices and rows that fp16 cannot hold.
+Where numba is installed, CPUs run its loops (`fast`). Otherwise whole-tensor passes beat blocks that fit the cache: a
+pass over 2K tokens costs tens of microseconds, starting one several. Where torch has a fused loop (fbgemm's row-wise
+quantizers) it is used; the plain formulas give the same and serve other devices and rows that fp16 cannot hold.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
+from kvctl.techniques.codecs import fast
 from kvctl.techniques.codecs.base import Parts
 from kvctl.techniques.codecs.integers import Grouped
 
 Tensor = Any
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FUSED = "fbgemm" in torch.backends.quantized.supported_engines
-VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-FUSED_LEAST = 1e-4
-"""Scales below may be subnormal in fp16, whose rounding lets codes pass the last level."""
 
 
 def whole(numbers: Tensor) -> bool:
@@ -49,7 +47,7 @@ def asymmetric(x: Tensor, along: int, levels: int, dtype: Any) -> tuple[Tensor, 
 
 def symmetric(x: Tensor, along: int, levels: int, dtype: Any) -> Tensor:
     """The scale of each group; NaN where a value is not finite, 0 where all codes are 0."""
-    top = torch.maximum(x.amax(along, keepdim=True), -x.amin(along, keepdim=True))
+    top = torch.maximum(x.amax(along, keepdim=True), -x.amin(along, keepdim=True)).abs_()
     scale = stored(top / levels, dtype)
     return scale if whole(top) else scale.masked_fill(~top.isfinite(), torch.nan)
 
@@ -66,39 +64,13 @@ def codes(x: Tensor, scale: Tensor, minimum: Tensor | None, bits: int) -> Tensor
     if minimum is None:
         y = torch.mul(x, inverse).round_().clamp_(1 - half, half - 1)
         return y.to(torch.int8) if bits == 8 else y.add_(half).to(torch.int8).view(torch.uint8)
+    y = torch.sub(x, minimum.float()).mul_(inverse).round_().clamp_(0, top)
     # fp32 to int8 is several times faster than to uint8, which 8 bits from 0 would need.
-    shift = half if bits == 8 else 0
-    if scale.dtype == torch.float16 and inverse.shape[-1] == x.shape[-1]:
-        # One pass instead of two; what fp32 loses of a minimum many steps away is within its own precision.
-        y = torch.addcmul(torch.addcmul(inverse.new_full((), -shift), minimum.float(), inverse, value=-1), x, inverse)
-    else:
-        y = torch.sub(x, minimum.float()).mul_(inverse)
-        if shift:
-            y.sub_(shift)
-    packed = y.round_().clamp_(-shift, top - shift).to(torch.int8).view(torch.uint8)
-    return packed.bitwise_xor_(half) if shift else packed
-
-
-def fused_codes(rows: Tensor, scale: Tensor, minimum: Tensor | None) -> Tensor | None:
-    """What `codes` gives for 8 bits (but for ties), by torch's fused quantizer; None where that does not serve.
-
-    It is told where each row starts and ends. Its vector loop (32 elements a turn) saturates, what is left of a
-    row would not. It adds 1e-8 to the range, which is taken off here; rows of next to no range, negative or lost
-    scales go through `codes`, each by itself, so that no row depends on another.
-    """
-    if not (FUSED and VECTORS and rows.is_cpu and rows.numel() and rows.shape[-1] % 32 == 0):
-        return None
-    step = scale.float()
-    low = step * -128.0 if minimum is None else minimum.float()
-    bounds = torch.cat((low, torch.add(low, step, alpha=255.0).sub_(1e-8)), -1)
-    records = torch.ops.quantized.embedding_bag_byte_prepack_with_rowwise_min_max(rows, bounds)
-    packed = records[:, :-8].contiguous()
-    if minimum is None:
-        packed = packed.bitwise_xor_(128).view(torch.int8)
-    if not float(step.amin()) > FUSED_LEAST:
-        odd = ~(step[:, 0] > FUSED_LEAST)
-        packed[odd] = codes(rows[odd], scale[odd], None if minimum is None else minimum[odd], 8)
-    return packed
+    return (
+        y.sub_(half).to(torch.int8).view(torch.uint8).bitwise_xor_(half)
+        if bits == 8
+        else y.to(torch.int8).view(torch.uint8)
+    )
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -129,8 +101,9 @@ def restore(values: Tensor, scale: Tensor, minimum: Tensor | None, bits: int) ->
             out.sub_(2 ** (bits - 1))
         return out.mul_(scale.float())
     offset = minimum.float()
-    if out.shape[-1] == scale.shape[-1] and out.is_contiguous():
-        # One pass; slow where scales broadcast along the last dimension.
+    if scale.dtype != torch.float32 and out.shape[-1] == scale.shape[-1] and out.is_contiguous():
+        # One pass; slow where scales broadcast along the last dimension. Of a scale of 11 bits the product is exact,
+        # so that rounding once or twice is the same.
         return torch.addcmul(offset, out, scale.float(), out=out)
     return out.mul_(scale.float()).add_(offset)
 
@@ -182,21 +155,40 @@ class TokenKernel:
     def encode(self, x: Tensor) -> Parts:
         """See `Kernel`."""
         codec, parts = self.codec, []
-        x = x.float()
         for start, end, group in codec.segments(x.shape[-1]):
             groups = (end - start) // group
             rows = x[..., start:end].reshape(-1, group)
-            if not codec.interleaved:
-                parts += [part.reshape(*x.shape[:-1], width) for part, width in self._separate(rows, groups)]
-                continue
-            record = group * codec.bits // 8 + 4
-            records = fused_rows(rows, codec.bits)
-            if records is None:
-                records = (
-                    plain_rows(rows, codec.bits) if rows.numel() else rows.new_empty((0, record), dtype=torch.uint8)
-                )
-            parts.append(records.view(*x.shape[:-1], groups * record))
+            if fast.serves(rows, group):
+                made = self._fast(rows, groups)
+            elif codec.interleaved:
+                made = [(self._records(rows.float()), groups * (group * codec.bits // 8 + 4))]
+            else:
+                made = self._separate(rows.float(), groups)
+            parts += [part.view(*x.shape[:-1], width) for part, width in made]
         return tuple(parts)
+
+    def _fast(self, rows: Tensor, groups: int) -> list[tuple[Tensor, int]]:
+        """What `_records` or `_separate` make."""
+        codec, count = self.codec, rows.shape[0]
+        form, width = "SYMMETRIC" if codec.symmetric else "ASYMMETRIC", rows.shape[-1] * codec.bits // 8
+        if codec.interleaved:
+            records = torch.empty((count, width + 4), dtype=torch.uint8)
+            numbers = records.view(torch.float16)
+            fast.encode(form, rows, codec.bits, records, 0, numbers[:, -2], numbers[:, -1])
+            return [(records, groups * (width + 4))]
+        packed, scale = torch.empty((count, width), dtype=torch.uint8), torch.empty(count, dtype=self.dtype)
+        minimum = None if codec.symmetric else torch.empty_like(scale)
+        fast.encode(form, rows, codec.bits, packed, 0, scale, minimum)
+        if codec.symmetric and codec.bits == 8:
+            packed = packed.view(torch.int8)
+        numbers = [(scale, groups)] if minimum is None else [(scale, groups), (minimum, groups)]
+        return [(packed, groups * width), *numbers]
+
+    def _records(self, rows: Tensor) -> Tensor:
+        if not rows.numel():
+            return rows.new_empty((0, rows.shape[-1] * self.codec.bits // 8 + 4), dtype=torch.uint8)
+        records = fused_rows(rows, self.codec.bits)
+        return plain_rows(rows, self.codec.bits) if records is None else records
 
     def _separate(self, rows: Tensor, groups: int) -> list[tuple[Tensor, int]]:
         """Codes, scale and minimum of rows, each with its width for a token."""
@@ -206,9 +198,7 @@ class TokenKernel:
             scale, minimum = symmetric(rows, -1, levels // 2, self.dtype), None
         else:
             scale, minimum = asymmetric(rows, -1, levels, self.dtype)
-        packed = fused_codes(rows, scale, minimum) if codec.bits == 8 else None
-        if packed is None:
-            packed = pack(codes(rows, scale, minimum, codec.bits), codec.bits)
+        packed = pack(codes(rows, scale, minimum, codec.bits), codec.bits)
         numbers = [(scale, groups)] if minimum is None else [(scale, groups), (minimum, groups)]
         return [(packed, width), *numbers]
 
@@ -217,15 +207,28 @@ class TokenKernel:
         codec, left = self.codec, list(parts)
         pieces = []
         for start, end, group in codec.segments(dim):
-            lead = left[0].shape[:-1]
+            lead, width = left[0].shape[:-1], group * codec.bits // 8
+            records = left.pop(0).reshape(-1, width + 4 if codec.interleaved else width)
             if codec.interleaved:
-                records = left.pop(0).reshape(-1, group * codec.bits // 8 + 4)
-                restored = fused_restore if FUSED and records.is_cpu and records.numel() else plain_restore
-                rows = restored(records, codec.bits)
+                numbers = records.contiguous().view(torch.float16) if fast.serves(records, group) else None
+                if numbers is not None:
+                    rows = fast.decode(
+                        "ASYMMETRIC", group, codec.bits, records, 0, numbers[:, -2], numbers[:, -1], dtype
+                    )
+                else:
+                    restored = fused_restore if FUSED and records.is_cpu and records.numel() else plain_restore
+                    rows = restored(records, codec.bits)
             else:
-                packed, scale = left.pop(0).reshape(-1, group * codec.bits // 8), left.pop(0).reshape(-1, 1)
+                scale = left.pop(0).reshape(-1, 1)
                 minimum = None if codec.symmetric else left.pop(0).reshape(-1, 1)
-                rows = self._rows(packed, scale, minimum)
+                if fast.serves(records, group):
+                    form, low = (
+                        "SYMMETRIC" if codec.symmetric else "ASYMMETRIC",
+                        None if minimum is None else minimum[:, 0],
+                    )
+                    rows = fast.decode(form, group, codec.bits, records.view(torch.uint8), 0, scale[:, 0], low, dtype)
+                else:
+                    rows = self._rows(records, scale, minimum)
             pieces.append(rows.view(*lead, end - start))
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)).to(dtype)
 
@@ -265,8 +268,10 @@ class ChannelKernel:
         codec = self.codec
         if x.shape[-2] % codec.tokens:
             raise ValueError(f"{codec.name}: {x.shape[-2]} tokens are no whole groups of {codec.tokens}")
-        grouped = x.float().unflatten(-2, (x.shape[-2] // codec.tokens, codec.tokens))
-        levels = 2**codec.bits - 1
+        grouped = x.unflatten(-2, (x.shape[-2] // codec.tokens, codec.tokens))
+        if fast.serves(x, x.shape[-1]):
+            return self._fast(grouped)
+        grouped, levels = grouped.float(), 2**codec.bits - 1
         if codec.symmetric:
             scale, minimum = symmetric(grouped, -2, levels // 2, self.dtype), None
         else:
@@ -284,9 +289,28 @@ class ChannelKernel:
         numbers = (scale,) if minimum is None else (scale, minimum)
         return (values, *(one.squeeze(-2) for one in numbers))
 
+    def _fast(self, grouped: Tensor) -> Parts:
+        codec = self.codec
+        *lead, tokens, dim = grouped.shape
+        packed = torch.empty((*lead, tokens * codec.bits // 8, dim), dtype=torch.uint8)
+        scale = torch.empty((*lead, dim), dtype=self.dtype)
+        minimum = None if codec.symmetric else torch.empty_like(scale)
+        form = "SYMMETRIC" if codec.symmetric else "ASYMMETRIC"
+        fast.encode_channels(form, grouped.reshape(-1, tokens, dim), codec.bits, packed, scale, minimum)
+        if codec.symmetric and codec.bits == 8:
+            packed = packed.view(torch.int8)
+        return (packed, scale) if minimum is None else (packed, scale, minimum)
+
     def decode(self, parts: Parts, dtype: Any, dim: int) -> Tensor:
         """See `Kernel`."""
         codec = self.codec
+        if fast.serves(parts[0], dim):
+            *lead, _, _ = parts[0].shape
+            out = torch.empty((*lead, codec.tokens, dim), dtype=fast.made(dtype))
+            form, minimum = "SYMMETRIC" if codec.symmetric else "ASYMMETRIC", None if codec.symmetric else parts[2]
+            rows = out.view(-1, codec.tokens, dim)
+            fast.decode_channels(form, rows, codec.bits, parts[0].view(torch.uint8), parts[1], minimum)
+            return out.flatten(-3, -2).to(dtype)
         values, scale = parts[0], parts[1].unsqueeze(-2)
         minimum = None if codec.symmetric else parts[2].unsqueeze(-2)
         if codec.bits < 8:
