@@ -117,6 +117,7 @@ TECHNIQUES = maybe(
                     "context": whole("Prompt tokens of the runs that are timed."),
                     "decode": whole("Tokens after the first one."),
                     "repeat": whole("Timed runs."),
+                    "encoder_tokens": of(["integer", "null"], "--encoder-tokens."),
                     "windows": whole("Pieces of text, at most."),
                     "prompt": whole("Tokens of a piece before those that count."),
                     "scored": whole("Tokens of a piece that count."),

@@ -35,6 +35,8 @@ SAMPLE = {
     "qwen3_next": (None, None, None),  # and its recurrent states
     "falcon": (None, None, "cannot be turned to other positions"),
     "bloom": (None, "needs a model that runs with sdpa", "cannot be turned to other positions"),
+    "sp--whisper": (None, None, "cannot be turned to other positions"),  # beside the cross attention of its decoder
+    "sp--vibevoice": (None, None, None),  # a part of it knows no sdpa
     "deepseek_v3": ("keeps latents",) * 3,
     "mamba2": ("its cache has none",) * 3,
     "falcon_h1": ("keeps a LinearAttentionAndFullAttentionLayer",) * 3,

@@ -354,7 +354,7 @@ def profile(
       kvctl profile model-Q4_1.gguf --engine llama.cpp --ctx 4k -ctk q8_0
       kvctl profile ./model --save today.json --compare yesterday.json
     """
-    from kvctl import options, output_profile, signals
+    from kvctl import options, options_techniques, output_profile, signals
     from kvctl import options_profile as own
     from kvctl.errors import ExitCode
     from kvctl.options_sharing import read_sharing
@@ -385,7 +385,7 @@ def profile(
         decode=decode, prefill_chunk=prefill_chunk, repeat=repeat, prompt=prompt, seed=seed, ranks=ranks, until=until,
         overrides=set_ or [],
     )  # fmt: skip
-    techniques = own.read_techniques(
+    techniques = options_techniques.read_techniques(
         technique, alone=tp == 1 and until is None and layers is None and batch == "1", tokens=tokens, text=text,
         max_ppl_increase=max_ppl_increase, min_top1=min_top1, best=best or None,
     )  # fmt: skip
@@ -421,7 +421,7 @@ def profile(
             elif techniques:
                 from kvctl.measure.run import profile_techniques
 
-                asked = own.assess_asked(plan, tokens, max_ppl_increase, min_top1)
+                asked = options_techniques.assess_asked(plan, tokens, max_ppl_increase, min_top1)
                 report = profile_techniques(plan, techniques, asked, text, progress)
             else:
                 report = own.run(plan, ranks, until, limit, progress)

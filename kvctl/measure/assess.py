@@ -72,7 +72,12 @@ class _Run:
         if text is not None and len(text.ids) < asked.window:
             raise UsageError(f"{text.name} has {len(text.ids):,} tokens, and a window takes {asked.window:,}",
                              hint="a longer --text, or fewer --tokens")  # fmt: skip
-        self.passes = Passes(loaded.model, loaded.device, layers=len(loaded.spec.layers))
+        # Where nobody says, `size` may take as many positions of the encoder as there are tokens.
+        self.plan = SizePlan(TRANSFORMERS, dtype=dtype, generated=asked.decode, encoder_tokens=asked.encoder_tokens)
+        if bool(getattr(loaded.model.config, "is_encoder_decoder", False)) and asked.encoder_tokens is None:
+            encoder = size(loaded.spec, asked.context + asked.decode, self.plan).encoder_tokens
+            self.plan = self.plan.replace(encoder_tokens=encoder)
+        self.passes = Passes(loaded.model, loaded.device, self.plan.encoder_tokens or 0, len(loaded.spec.layers))
         self.passes.synchronize = synchronizer(loaded.devices)
         self.scores: dict[str, Scores] = {}
         self.rows: dict[str, Assessed] = {}
@@ -146,8 +151,7 @@ class _Run:
             return row.replace(error=f"out of memory: {shortage(error)}")
         finally:
             passes.drop()
-        plan = SizePlan(TRANSFORMERS, dtype=self.dtype, generated=asked.decode)
-        predicted = size(self.specs[technique.name], total, plan).kv_bytes if technique.predicted else None
+        predicted = size(self.specs[technique.name], total, self.plan).kv_bytes if technique.predicted else None
         use = watcher.use
         working = None if use is None else max(use.peak_bytes - use.before_bytes - held.logical_bytes, 0)
         return row.replace(kv_bytes=held.logical_bytes, predicted_bytes=predicted, working_bytes=working)

@@ -59,6 +59,8 @@ class AssessAsked(Record):
     """Prompt tokens of the runs that are timed."""
     decode: int = 64
     repeat: int = 3
+    encoder_tokens: int | None = None
+    """Positions that cross attention sees; None as `kvctl size` has it."""
     windows: int = 6
     """Pieces of text."""
     prompt: int = 512

@@ -46,8 +46,7 @@ def install(model: Any, name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    config = model.config.get_text_config(decoder=True)
-    now = getattr(config, "_attn_implementation", None)
+    now = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     if now == NAME:
         return
     if now != "sdpa":
@@ -55,14 +54,21 @@ def install(model: Any, name: str) -> None:
                           hint="--attn sdpa, where the model has it")  # fmt: skip
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    _change(model, "sdpa", NAME)
 
 
 def remove(model: Any) -> None:
     """Back to transformers' own function."""
     forget()
-    if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) == NAME:
-        model.set_attn_implementation("sdpa")
+    _change(model, NAME, "sdpa")
+
+
+def _change(model: Any, old: str, new: str) -> None:
+    """In every part of the model that runs with `old`. Not by set_attn_implementation, nor by the property of a configuration,
+    which say it to all parts: some know neither this function nor sdpa."""
+    for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
+        if getattr(config, "_attn_implementation_internal", None) == old:
+            config._attn_implementation_internal = new
 
 
 def attend(
