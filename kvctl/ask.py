@@ -39,13 +39,20 @@ def ask(specs: Sequence[ModelSpec], plans: Plans) -> SizeReport:
     results: list[SizeResult] = []
     faults = list(plans.faults)
     for spec in specs:
+        left: list[str] = []
+        first = len(results)
         for plan in plans.each:
             try:
                 results += _answers(spec, plan)
             except KvctlError as error:
+                if plan.technique is not None and plan.technique.of_all:
+                    left.append(f"{plan.technique.name} is left out: {error.message}")
+                    continue
                 if not plans.comparing:
                     raise
                 faults.append((plan.engine.name, error))
+        if left and len(results) > first:
+            results[first] = results[first].replace(notes=(*results[first].notes, *left))
     refused = tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in faults))
     if not results:
         fault_kind = UsageError if all(isinstance(error, UsageError) for _, error in faults) else ConfigError

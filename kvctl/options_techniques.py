@@ -26,7 +26,7 @@ def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) 
         if value is not None and not texts:
             raise UsageError(f"{option} is about techniques, and none is named", hint="--technique int8,int4")
         if name in ("max_ppl_increase", "min_top1"):
-            percent(value, option)
+            bound(value, option)
         if name == "best" and value and bounds.get("max_ppl_increase") is None and bounds.get("min_top1") is None:
             raise UsageError("--best takes a bound to be kept", hint="--max-ppl-increase 1%, or --min-top1 98%")
         if name == "tokens" and value is not None and not 1 <= value <= 2**20:
@@ -46,7 +46,9 @@ def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) 
     return found
 
 
-def assess_asked(plan: ProfilePlan, tokens: int | None, most_change: str | None, least_top1: str | None) -> AssessAsked:
+def assess_asked(
+    plan: ProfilePlan, tokens: int | None, most_change: str | None, least_top1: str | None, *, drawn: bool
+) -> AssessAsked:
     """What is measured of each technique.
 
     Raises:
@@ -55,7 +57,29 @@ def assess_asked(plan: ProfilePlan, tokens: int | None, most_change: str | None,
     """
     from kvctl.measure.assessed import AssessAsked, Bounds
 
-    bounds = Bounds(percent(most_change, "--max-ppl-increase"), percent(least_top1, "--min-top1"))
+    bounds = Bounds(bound(most_change, "--max-ppl-increase"), bound(least_top1, "--min-top1"))
+    if plan.wanted.random and (bounds or drawn):
+        raise UsageError(f"{'bounds are' if bounds else '--plot is'} about quality, which needs a text, and random weights have no tokenizer",
+                         hint="a model with its weights")  # fmt: skip
     return AssessAsked(
         max(plan.asked.contexts), plan.asked.decode, max(plan.asked.repeat, 1), plan.asked.encoder_tokens, bounds=bounds
     ).within(plan.spec.max_context, tokens)
+
+
+def bound(text: str | None, option: str) -> float | None:
+    """A bound in percent.
+
+    Raises:
+        UsageError: it is none, or may be meant as a share.
+
+    """
+    value = percent(text, option)
+    if value is None or text is None:
+        return None
+    if option == "--min-top1" and value > 100:
+        raise UsageError(f"{option}: {text[:40]} is more than all", hint=f"{option} 98%")
+    if 0 < value < 1 and not text.endswith("%") and option == "--min-top1":
+        raise UsageError(
+            f"{option}: {text[:40]} may be a share or a percentage", hint=f"{option} {100 * value:g}%, or {value:g}%"
+        )
+    return value

@@ -53,10 +53,10 @@ def print_techniques(screen: Screen, found: Assessment, dtype: str | None) -> No
     pairs = {frozenset((row.name, other)) for row in found.rows for other in row.like}
     if pairs:
         alike = "; ".join(sorted(" and ".join(sorted(pair)) for pair in pairs))
-        lines.append(f"too few tokens to tell apart: {alike}")
+        lines.append(f"too few tokens to tell apart with 95% confidence: {alike}")
     for words in lines:
         screen.line(one_line(words), "dim")
-    if settings.bounds:
+    if settings.bounds and scored:
         screen.line(one_line(smallest_words(found)), "bold")
 
 

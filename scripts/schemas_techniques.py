@@ -107,6 +107,7 @@ TECHNIQUES = maybe(
             "agrees": of(["boolean", "null"], "Whether all bytes are as predicted."),
             "text": of(["string", "null"], "What was read; null where quality was not measured."),
             "interrupted": flag("Whether it was interrupted."),
+            "left_out": listed("Techniques of all that do not work with the model, and why.", STRINGS),
             "smallest": of(
                 ["string", "null"],
                 "The technique with the fewest bytes that keeps the bounds; null where none does, or none were set.",

@@ -97,7 +97,13 @@ def assessment() -> Assessment:
     row = Assessed("int4", ("int4: …",), 576, 900, 900, 3200, 4096, Ratio(1.1, 1.0, 1.2, "pairs"), Ratio(1.2, 1.1, 1.3, "pairs"), found,
                    Greedy(20.5, 32, 6), Recall((0.0, 1.0), (2, 1), 2), ("fp8",), True, None)  # fmt: skip
     broken = Assessed("int2", ("int2: …",), 576, error="out of memory")
-    return Assessment((row, broken), AssessAsked(512, encoder_tokens=9, bounds=Bounds(1.0, 98.0)), "english")
+    return Assessment(
+        (row, broken),
+        AssessAsked(512, encoder_tokens=9, bounds=Bounds(1.0, 98.0)),
+        "english",
+        False,
+        ("tova is left out: …",),
+    )
 
 
 def sharing() -> Sharing:

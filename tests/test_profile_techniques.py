@@ -128,9 +128,55 @@ def test_quality_against_an_independent_measurement() -> None:
     (["--technique", "int8", "--min-top1", "most"], "is no percentage"), (["--technique", "int9"], "unknown 'int9'"),
     (["--technique", "int8", "--engine", "vllm"], "--technique: only for transformers"),
     (["--technique", "int8", "--tp", "2"], "--technique compares caches of one sequence on one device"),
+    (["--technique", "int8", "--min-top1", "101%"], "is more than all"), (["--technique", "int8", "--min-top1", "0.98"], "a share or a percentage"),
+    (["--technique", "int8", "--compare", "x.json"], "--compare puts points"), (["--technique", "int8", "--ctx", "1k,2k"], "one --ctx"),
+    (["--technique", "int8", "--best"], "--best takes a bound"), (["--best", "--min-top1", "90%"], "is about techniques"),
     (["--technique", ","], "none is named"), (["--technique", "int8", "--tokens", "0"], "--tokens: 0 is out of range"),
 ])  # fmt: skip
 def test_what_does_not_go_with_techniques(kvctl: Run, argv: list[str], part: str, surroundings: None) -> None:
     outcome = kvctl("profile", "Qwen3-8B", *argv)
     assert part in outcome.err
     assert outcome.code == 2
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("argv", "part"), [
+    (["--min-top1", "90%"], "bounds are about quality"), (["--plot", "-"], "--plot is about quality"),
+    (["--ctx", "2k"], "beyond the 2,048 positions"), (["--text", "nosuch.txt"], "--text needs the model's own tokenizer"),
+])  # fmt: skip
+def test_what_a_model_cannot_be_asked(kvctl: Run, folder: str, argv: list[str], part: str, surroundings: None) -> None:
+    outcome = kvctl("profile", folder, "--weights", "random", "--technique", "int8", *argv)
+    assert part in outcome.err
+    assert outcome.code in (1, 2)
+
+
+@pytest.mark.engine
+def test_all_leaves_out_what_a_model_cannot_take(tmp_path: Path, folder: str) -> None:
+    config = CONFIG | {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 96,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+    }
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
+    made = profiled(
+        str(tmp_path / "gpt2"),
+        "--weights",
+        "random",
+        "--technique",
+        "all",
+        "--ctx",
+        "8",
+        "--decode",
+        "2",
+        "--repeat",
+        "1",
+    )
+    # Heads of 24 elements are no blocks of 32, and positions that are learnt cannot be turned.
+    left = {line.split(" ")[0] for line in made["techniques"]["left_out"]}
+    assert {"mxfp8", "mxfp4", "streaming-llm"} <= left
+    assert made["agrees"] is True
+    assert {"int8", "h2o", "paged"} <= {row["name"] for row in made["techniques"]["rows"]}

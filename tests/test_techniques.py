@@ -58,6 +58,22 @@ def test_a_technique_is_parts_and_their_options() -> None:
     assert [kind.name for kind in technique.kinds] == ["int4", "streaming-llm"]
 
 
+def test_all_may_stand_in_a_list() -> None:
+    found = {one.name: one.of_all for one in parse_list(["all,hf:quanto-int4", "int8"])}
+    assert found["int4"]
+    assert not found["int8"]  # asked for by name too
+    assert not found["hf:quanto-int4"]
+    assert "gqa" not in found
+
+
+def test_size_leaves_out_what_a_model_cannot_take(kvctl: Run) -> None:
+    # phi-2: heads of 80 elements are no whole blocks of 32.
+    outcome = kvctl("size", "phi-2", "--ctx", "1k", "--technique", "all")
+    assert outcome.code == 0
+    assert "mxfp4 is left out" in outcome.err
+    assert "int8" in outcome.out
+
+
 def test_commas_make_a_list_to_compare() -> None:
     assert [one.name for one in parse_list(["int8,int4", "int8", "int4+streaming-llm:512"])] == [
         "int8", "int4", "int4+streaming-llm:512",

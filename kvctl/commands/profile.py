@@ -356,7 +356,7 @@ def profile(
     """
     from kvctl import options, options_techniques, output_profile, signals
     from kvctl import options_profile as own
-    from kvctl.errors import ExitCode
+    from kvctl.errors import ExitCode, UsageError
     from kvctl.options_sharing import read_sharing
 
     form = options.read_output_format(format_, json_)
@@ -394,6 +394,12 @@ def profile(
         alone=tp == 1 and until is None and layers is None and batch == "1" and prefill_chunk is None and plot is None
         and not techniques,
     )  # fmt: skip
+    if compare and (techniques or sharing is not None):
+        raise UsageError(
+            "--compare puts points beside each other, and there are none here", hint="--technique compares in one run"
+        )
+    if techniques and len(own.asked_contexts(ctx) or (1,)) > 1:
+        raise UsageError("--technique takes one --ctx: the longest")
     own.check_files(save, plot, form)
     earlier = own.read_earlier(compare or [])
     missing = own.missing_packages(context, model) if engine == "transformers" else None
@@ -421,7 +427,9 @@ def profile(
             elif techniques:
                 from kvctl.measure.run import profile_techniques
 
-                asked = options_techniques.assess_asked(plan, tokens, max_ppl_increase, min_top1)
+                asked = options_techniques.assess_asked(
+                    plan, tokens, max_ppl_increase, min_top1, drawn=plot is not None
+                )
                 report = profile_techniques(plan, techniques, asked, text, progress)
             else:
                 report = own.run(plan, ranks, until, limit, progress)

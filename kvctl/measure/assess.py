@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl.engines import TRANSFORMERS
-from kvctl.errors import KvctlError, UsageError
+from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.measure.assessed import AssessAsked, Assessed, Assessment, ranked
 from kvctl.measure.cache import ModuleStates, walk
 from kvctl.measure.devices import synchronizer, watch_all
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvctl.measure.loaded import Loaded
     from kvctl.measure.quality import Scores
     from kvctl.measure.run import Now
+    from kvctl.spec import ModelSpec
     from kvctl.techniques import Technique
 
 STEP = 32
@@ -64,10 +65,16 @@ class _Run:
     ) -> None:  # fmt: skip
         self.loaded, self.asked, self.dtype, self.tokens, self.now, self.done = loaded, asked, dtype, tokens, now, done
         self.techniques = [PLAIN, *(one for one in dict.fromkeys(techniques) if one != PLAIN)]
-        self.specs = {
-            one.name: loaded.spec if one.plain or not one.predicted else applied(loaded.spec, one, TRANSFORMERS.name)
-            for one in self.techniques
-        }
+        self.left: list[str] = []
+        self.specs: dict[str, ModelSpec] = {}
+        for one in self.techniques:
+            try:
+                self.specs[one.name] = (
+                    loaded.spec if one.plain or not one.predicted else applied(loaded.spec, one, TRANSFORMERS.name)
+                )
+            except (ConfigError, UsageError) as error:
+                self._leave(one, error)
+        self.techniques = [one for one in self.techniques if one.name in self.specs]
         self.text = text
         if text is not None and len(text.ids) < asked.window:
             raise UsageError(f"{text.name} has {len(text.ids):,} tokens, and a window takes {asked.window:,}",
@@ -89,8 +96,12 @@ class _Run:
         interrupted = False
         try:
             with torch.inference_mode():
-                for technique in self.techniques:
-                    self.rows[technique.name] = self._try(technique)
+                for technique in list(self.techniques):
+                    try:
+                        self.rows[technique.name] = self._try(technique)
+                    except ConfigError as error:
+                        self._leave(technique, error)
+                        self.techniques.remove(technique)
                 self._timed()
                 if self.text is not None:
                     self._scored()
@@ -101,7 +112,15 @@ class _Run:
             self._use(PLAIN)
             self.passes.drop()
         rows = ranked(list(self.rows.values()), self.scores)
-        return Assessment(tuple(rows), self.asked, None if self.text is None else self.text.name, interrupted)
+        return Assessment(
+            tuple(rows), self.asked, None if self.text is None else self.text.name, interrupted, tuple(self.left)
+        )
+
+    def _leave(self, technique: Technique, error: KvctlError) -> None:
+        """Go on without one that does not work with this model, where nobody asked for it by name."""
+        if not technique.of_all:
+            raise error
+        self.left.append(f"{technique.name} is left out: {error.message}")
 
     def _able(self) -> list[Technique]:
         """Those that did not run out of memory."""
@@ -163,8 +182,12 @@ class _Run:
         asked, able = self.asked, self._able()
         first: dict[str, list[float]] = {one.name: [] for one in able}
         steps: dict[str, list[tuple[float, ...]]] = {one.name: [] for one in able}
+        # The pass that the others are held against is not the one that finds the machine cold.
+        self._use(PLAIN)
+        self.passes.timed(self._ids(), min(asked.decode, 4))
         for number in range(asked.repeat):
-            for technique in able:
+            # Each goes first in turn: what the first of a round pays is not always the same one's.
+            for technique in able[number % len(able) :] + able[: number % len(able)]:
                 self.now.say(f"{technique.name}: run {number + 1} of {asked.repeat}")
                 self._use(technique)
                 times = self.passes.timed(self._ids(), asked.decode)

@@ -207,6 +207,8 @@ class Assessment(Record):
     text: str | None
     """Which; None where quality was not measured."""
     interrupted: bool = False
+    left: tuple[str, ...] = ()
+    """Techniques that do not work with the model, and why."""
 
     @property
     def smallest(self) -> Assessed | None:
@@ -234,7 +236,7 @@ class Assessment(Record):
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "agrees": self.agrees, "text": self.text, "interrupted": self.interrupted,
+            "agrees": self.agrees, "text": self.text, "interrupted": self.interrupted, "left_out": list(self.left),
             "settings": self.settings.to_dict(), "smallest": None if self.smallest is None else self.smallest.name,
             "rows": [row.to_dict() for row in self.rows],
         }  # fmt: skip
@@ -245,9 +247,14 @@ def ranked(rows: Sequence[Assessed], scores: Mapping[str, Scores]) -> list[Asses
     rows = [*rows[:1], *sorted(rows[1:], key=lambda row: -(row.kv_bytes or 0))]
     judged = [(row, row.kv_bytes, row.quality) for row in rows]
     points = [(held, found.kl.value) for _, held, found in judged if held is not None and found is not None]
-    marks = iter(pareto(points)) if points else iter(())
-    out = []
+    # The plain cache loses nothing: no larger one is better.
+    own = [(row.kv_bytes, 0.0) for row in rows[:1] if row.kv_bytes is not None and points]
+    found_marks = pareto([*own, *points]) if points else ()
+    marks = iter(found_marks[len(own) :])
+    out: list[Assessed] = []
     for row, held, found in judged:
+        if not out and own:
+            row = row.replace(pareto=found_marks[0])
         if held is not None and found is not None:
             like = tuple(
                 other for other in scores if other != row.name and not separates(scores[row.name], scores[other]).apart

@@ -179,8 +179,10 @@ def profile_techniques(
     from kvctl.measure.assess import assess
     from kvctl.measure.foreign import need
     from kvctl.measure.hush import quiet
+    from kvctl.measure.points import check_lengths
 
     question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
+    check_lengths(plan.spec, plan.asked.replace(contexts=(asked.context,)))
     notes: list[str] = []
     _threads(notes)
     for one in techniques:
@@ -191,7 +193,7 @@ def profile_techniques(
     notes += model.notes
     ids = None
     if model.loaded.tokenizer_path is not None:
-        ids = _reading("english" if text is None else text, model.loaded, plan, read_text(text))
+        ids = _reading("english" if text is None else text, model.loaded, plan, read_text(text, "--text"))
     elif text is not None:
         raise SourceError("--text needs the model's own tokenizer, and random weights have none")
     else:
@@ -200,7 +202,7 @@ def profile_techniques(
         found = assess(model.loaded, techniques, asked, model.dtype, model.tokens, ids, progress.now,
                        lambda row: progress.now.stage(row.words))  # fmt: skip
     return report_of(plan, question.dtype, model.loaded).replace(
-        techniques=found, notes=tuple(notes), warnings=question.warnings, interrupted=found.interrupted
+        techniques=found, notes=(*notes, *found.left), warnings=question.warnings, interrupted=found.interrupted
     )
 
 
@@ -367,16 +369,16 @@ def _reading(name: str, loaded: Loaded, plan: ProfilePlan, text: str) -> Reading
     return Reading(name, ids, encode, tokenizer.decode, begin)
 
 
-def read_text(path: str | None) -> str:
+def read_text(path: str | None, option: str = "--prompt") -> str:
     """A prompt from a file, or the one that kvctl ships."""
     if path is None:
         return texts.read(texts.samples()[0])
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise SourceError(f"--prompt: {path[:200]} is no UTF-8 text") from None
+        raise SourceError(f"{option}: {path[:200]} is no UTF-8 text") from None
     except OSError as error:
-        raise SourceError(f"--prompt: cannot read {path[:200]}: {error.strerror}") from None
+        raise SourceError(f"{option}: cannot read {path[:200]}: {error.strerror}") from None
     if not text.strip():
-        raise SourceError(f"--prompt: {path[:200]} is empty")
+        raise SourceError(f"{option}: {path[:200]} is empty")
     return text

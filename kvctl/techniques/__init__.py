@@ -149,6 +149,8 @@ class Technique(Record):
     kinds: tuple[Kind, ...] = ()
     foreign: Foreign | None = None
     """Somebody else's cache, instead of both."""
+    of_all: bool = False
+    """Whether nobody asked for it by name."""
 
     @property
     def by_layer(self) -> bool:
@@ -257,15 +259,16 @@ def _together(text: str, store: Store, keep: Keep) -> Keep:
 
 
 def parse_list(texts: Sequence[str]) -> list[Technique]:
-    """Each of several --technique, with commas between some: a list to compare, without repeats; "all" is the table."""
-    texts = [
-        ",".join(kind.name for kind in TABLE if kind.in_all) if text.strip().lower() == "all" else text
-        for text in texts
-    ]
-    return [
-        parse(part)
-        for part in dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip())
-    ]
+    """Each of several --technique, with commas between some: a list to compare, without repeats; "all" is the table, of which
+    a model may leave out what does not work with it."""
+    found: dict[str, Technique] = {}
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        if part.lower() == "all":
+            names = [kind.name for kind in TABLE if kind.in_all]
+            found = {name: parse(name).replace(of_all=True) for name in names} | found
+        elif part:
+            found[part] = parse(part)
+    return list(found.values())
 
 
 def _unknown(name: str) -> UsageError:
@@ -273,4 +276,5 @@ def _unknown(name: str) -> UsageError:
 
     near = difflib.get_close_matches(name[:40].lower(), _BY_NAME, 3)
     return UsageError(f"--technique: unknown {name[:40]!r}",
-                      hint=(f"nearest: {', '.join(near)}; " if near else "") + "all: " + ", ".join(_BY_NAME))  # fmt: skip
+                      hint=(f"nearest: {', '.join(near)}; " if near else "") + "one of " + ", ".join(kind.name for kind in TABLE)
+                      + ", hf:…, kvpress:…; all is those of kvctl")  # fmt: skip

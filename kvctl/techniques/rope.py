@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,17 @@ class Rope:
                 self._why, hint="its rotary embedding is not one that kvctl knows; positions=text leaves them"
             )
         self._embedding, self._apply = found[0], apply
+        # Models with windows have one for each kind of layer: evictions work on full attention.
+        by_kind = "layer_type" in inspect.signature(found[0].forward).parameters
+        self._told = {"layer_type": "full_attention"} if by_kind else {}
+        name = "full_attention_attention_scaling" if by_kind else "attention_scaling"
+        self._scale = float(getattr(found[0], name, 1.0))
         self._check(attention)
 
     def turned(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys [batch, heads, tokens, dim] further on by `by` [batch or 1, tokens] positions (back, where negative)."""
-        cos, sin = self._embedding(keys, by)
-        scale = float(getattr(self._embedding, "attention_scaling", 1.0))
-        _, out = self._apply(keys, keys, cos / scale, sin / scale)
+        cos, sin = self._embedding(keys, by, **self._told)
+        _, out = self._apply(keys, keys, cos / self._scale, sin / self._scale)
         return out
 
     def _check(self, attention: Any) -> None:
@@ -52,6 +57,9 @@ class Rope:
             right, wrong = self.turned(keys, at + by), self.turned(self.turned(keys, at), by)
             fits = right.shape == wrong.shape and torch.allclose(right, wrong, atol=1e-3, rtol=1e-3)
         except Exception as error:
-            raise ConfigError(self._why, hint=f"its rotary embedding says: {str(error)[:100]}") from None
+            raise ConfigError(
+                self._why,
+                hint=f"its rotary embedding is not one that kvctl knows ({type(error).__name__}); positions=text leaves them",
+            ) from None
         if not fits:
             raise ConfigError(self._why, hint="its rotary embedding changes with length; positions=text leaves them")
