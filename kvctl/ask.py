@@ -52,7 +52,7 @@ def ask(specs: Sequence[ModelSpec], plans: Plans) -> SizeReport:
                     raise
                 faults.append((plan.engine.name, error))
         if left and len(results) > first:
-            results[first] = results[first].replace(notes=(*results[first].notes, *left))
+            results[first] = results[first].replace(warnings=(*results[first].warnings, *left))
     refused = tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in faults))
     if not results:
         fault_kind = UsageError if all(isinstance(error, UsageError) for _, error in faults) else ConfigError
