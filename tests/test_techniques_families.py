@@ -33,7 +33,7 @@ SAMPLE = {
     "llama--mqa": (None, None, None),
     "gemma3_text": (None, None, None),  # its windows are left as they are
     "qwen3_next": (None, None, None),  # and its recurrent states
-    "falcon": (None, None, "cannot be turned to other positions"),
+    "falcon": (None, "does not pass through", "cannot be turned to other positions"),
     "bloom": (None, "needs a model that runs with sdpa", "cannot be turned to other positions"),
     "sp--whisper": (None, None, "cannot be turned to other positions"),  # beside the cross attention of its decoder
     "sp--vibevoice": (None, None, None),  # a part of it knows no sdpa
