@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvctl.units import format_bytes
+from kvctl.units import format_bytes, plural
 from kvctl.words import one_line, shortened
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def print_techniques(screen: Screen, found: Assessment, dtype: str | None) -> No
              "works in: memory at its most, beside the cache"]  # fmt: skip
     quality = next((row.quality for row in found.rows if row.quality is not None), None)
     if quality is not None:
-        lines.append(f"{quality.tokens:,} tokens of {one_line(found.text or '')}, each read through the cache after {settings.prompt:,} others: "
+        lines.append(f"{plural(quality.tokens, 'token')} of {one_line(found.text or '')}, each read through the cache after {settings.prompt:,} others: "
                      f"perplexity {quality.plain_perplexity:.4g} plain; ± is a standard error; KL in nats; *: no other is as good in fewer bytes")  # fmt: skip
     greedy = next((row.greedy for row in found.rows if row.greedy is not None), None)
     if greedy is not None:
         lines.append(
-            f"same: of {greedy.of} tokens generated after {greedy.texts} texts, those before the first that differs from the plain cache's"
+            f"same: of {greedy.of} tokens generated after {plural(greedy.texts, 'text')}, those before the first that differs from the plain cache's"
         )
     recall = next((row.recall for row in found.rows if row.recall is not None), None)
     if recall is not None:

@@ -76,7 +76,7 @@ def test_all_leaves_the_model_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("text", "part"), [
-    ("gqa", "how many KV heads are to stay"), ("gqa:0", "at least one KV head"), ("gqa:x", "not a number"), ("gqa:1:2", "'2' is not known"),
+    ("gqa", "how many KV heads are to stay"), ("gqa:0", "no number of KV heads"), ("gqa:x", "no number of KV heads"), ("gqa:1:2", "'2' is not known"),
     ("gqa:1+gqa:2", "both join KV heads"), ("gqa:1+int4+int8", "two parts say how"),
 ])  # fmt: skip
 def test_what_is_no_technique(text: str, part: str) -> None:

@@ -154,7 +154,7 @@ def test_engines_and_their_formats(kvctl: Run) -> None:
 def test_engines_side_by_side(kvctl: Run) -> None:
     made = kvctl("size", "Llama-2-7b-hf", "--ctx", "4k", "--what-if", "mla:512+64", "--engine", "all")
     assert "Llama-2-7b-hf, if mla:512+64: 4,096 tokens" in made.out
-    assert "how llama.cpp stores its latent attention" in made.err  # no such architecture there
+    assert "how llama.cpp stores latent attention" in made.err  # no such architecture there
 
 
 def test_techniques_of_another_structure(kvctl: Run) -> None:

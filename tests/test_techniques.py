@@ -81,7 +81,7 @@ def test_commas_make_a_list_to_compare() -> None:
 
 
 @pytest.mark.parametrize(("text", "part"), [
-    ("int3", "unknown 'int3'"), ("int4:groups=32", "'groups' is not known here"), ("int4:sim", "'sim' is not known"),
+    ("int3", "unknown 'int3'"), ("gqa:x", "no number of KV heads"), ("int4:residual=-1", "no whole number"), ("int4:groups=32", "'groups' is not known here"), ("int4:sim", "'sim' is not known"),
     ("int4+int8", "two parts say how"), ("streaming-llm:512+streaming-llm:256", "both say which tokens stay"),
     ("streaming-llm:1.5", "is no share"), ("streaming-llm:4", "leaves nothing beside 4 sinks"), ("streaming-llm:x", "not a number"),
     ("int4:residual=16+streaming-llm:16", "is less than 4 first and 16 newest"), ("kivi4+streaming-llm", "packs 32 tokens together"), ("int4:sinks=8+streaming-llm", "the first 8 tokens"),

@@ -18,6 +18,6 @@ def plain_attention(state: LayerState) -> Attention | None:
 def not_known(spec: ModelSpec, state: LayerState, engine: str) -> ConfigError:
     """The error for a state whose storage in an engine was not read."""
     return ConfigError(
-        f"{spec.id}: kvctl does not know how {engine} stores its {state.kind.replace('_', ' ')} yet",
+        f"{spec.id}: kvctl does not know how {engine} stores {state.kind.replace('_', ' ')} yet",
         hint="--engine ideal says what the architecture needs",
     )

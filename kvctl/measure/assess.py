@@ -22,6 +22,7 @@ from kvctl.measure.statistics import Sample, ratio
 from kvctl.size import SizePlan, size
 from kvctl.techniques import PLAIN
 from kvctl.techniques.states import Compressed, applied
+from kvctl.units import plural
 
 if TYPE_CHECKING:
     from kvctl.formats import DType
@@ -77,7 +78,7 @@ class _Run:
         self.techniques = [one for one in self.techniques if one.name in self.specs]
         self.text = text
         if text is not None and len(text.ids) < asked.window:
-            raise UsageError(f"{text.name} has {len(text.ids):,} tokens, and a window takes {asked.window:,}",
+            raise UsageError(f"{text.name} has {plural(len(text.ids), 'token')}, and a window takes {asked.window:,}",
                              hint="a longer --text, or fewer --tokens")  # fmt: skip
         # Where nobody says, `size` may take as many positions of the encoder as there are tokens.
         self.plan = SizePlan(TRANSFORMERS, dtype=dtype, generated=asked.decode, encoder_tokens=asked.encoder_tokens)
@@ -180,6 +181,7 @@ class _Run:
     def _timed(self) -> None:
         """Run by run in turn, so that what disturbs one disturbs all."""
         asked, able = self.asked, self._able()
+        self.now.stage(f"timing {plural(len(able), 'cache')} in turn")
         first: dict[str, list[float]] = {one.name: [] for one in able}
         steps: dict[str, list[tuple[float, ...]]] = {one.name: [] for one in able}
         # The pass that the others are held against is not the one that finds the machine cold.
@@ -212,6 +214,7 @@ class _Run:
 
         asked = self.asked
         able = [one for one in self._able() if not one.plain]
+        self.now.stage(f"reading text through {plural(len(able), 'cache')}")
         tallies = {one.name: Tally(one.name) for one in able}
         windows = self._windows(asked.windows)
         vocabulary = int(self.loaded.model.config.get_text_config(decoder=True).vocab_size)
@@ -232,6 +235,7 @@ class _Run:
         prompts = self._windows(self.asked.texts)[:, : self.asked.prompt]
         needles = Needles(text, self.asked)
         plain: list[list[int]] = []
+        self.now.stage("continuing text and looking for keys")
         for technique in self._able():
             self._use(technique)
             if self.asked.greedy:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.structure import pooled
-from kvctl.units import parse_tokens
 
 if TYPE_CHECKING:
     from kvctl.spec import ModelSpec
@@ -54,7 +53,6 @@ def build(options: Options) -> Convert:
     text = options.first("")
     if not text:
         raise UsageError("gqa: how many KV heads are to stay is not said", hint="gqa:1, or gqa:4")
-    heads = parse_tokens(text, what="gqa")
-    if heads < 1:
-        raise UsageError(f"gqa:{text}: at least one KV head stays")
-    return Convert(heads)
+    if not text.isascii() or not text.isdecimal() or not int(text[:9]) > 0:
+        raise UsageError(f"gqa:{text[:40]} is no number of KV heads", hint="gqa:1, or gqa:4")
+    return Convert(int(text[:9]))

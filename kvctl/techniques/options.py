@@ -31,10 +31,16 @@ class Options:
         """A whole number: `group=32`."""
         self._known.append(key)
         text = self._named.pop(key, None)
-        value = default if text is None else parse_tokens(text, what=f"{self.name}:{key}")
+        value = default if text is None else self._number(key, text)
         if value < least:
             raise UsageError(f"{self.name}:{key}={value} is too small", hint=f"at least {least}")
         return value
+
+    def _number(self, key: str, text: str) -> int:
+        try:
+            return parse_tokens(text, what=key)
+        except UsageError:
+            raise UsageError(f"{self.name}:{key}={text[:40]} is no whole number", hint=f"{key}=64") from None
 
     def choice(self, key: str, values: Sequence[str]) -> str:
         """One of several words; the first is the default."""
