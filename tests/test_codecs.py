@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import subprocess
@@ -88,6 +89,15 @@ engine = pytest.mark.engine
 @pytest.fixture(scope="module")
 def torch():  # type: ignore[no-untyped-def]
     return pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's passes; that numba's loops give the same bits is in test_codecs_loops.py."""
+    if importlib.util.find_spec("torch") is not None:
+        from kvctl.techniques.codecs import fast
+
+        monkeypatch.setattr(fast, "loops", lambda: None)
 
 
 def sample(torch, heads, dim, tokens=64, dtype="float32", seed=0):  # type: ignore[no-untyped-def]

@@ -29,6 +29,9 @@ LOOPS = [
 ]  # fmt: skip
 
 
+SAMPLE = [grouped(8), grouped(4), grouped(4, per_channel=True), CODECS["fp8"], CODECS["q8_0"]]
+
+
 def alike(left: Any, right: Any) -> bool:
     """Bit for bit, but for which NaN it is."""
     if left.dtype.is_floating_point and torch.equal(left.isnan(), right.isnan()):
@@ -53,7 +56,9 @@ def cases(one: Codec, dim: int, dtype: str) -> Iterator[Any]:
     yield lost
 
 
-@pytest.mark.parametrize("one", LOOPS, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [
+    pytest.param(one, id=one.name, marks=[] if one in SAMPLE else pytest.mark.slow) for one in LOOPS  # each is compiled anew
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loops_write_what_torch_does(one: Codec, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, wanted = one.kernel(), getattr(torch, dtype)
