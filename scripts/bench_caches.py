@@ -17,14 +17,15 @@ from typing import Any
 
 from kvctl.engines import TRANSFORMERS
 from kvctl.formats import FP32
-from kvctl.measure.assess import AssessAsked, Assessed, assess
+from kvctl.measure.assess import assess
+from kvctl.measure.assessed import AssessAsked, Assessed
 from kvctl.measure.foreign import need
 from kvctl.measure.hush import quiet
 from kvctl.measure.loaded import Wanted
 from kvctl.measure.passes import Passes
 from kvctl.measure.points import Asked
 from kvctl.measure.run import Now, ProfilePlan, read_text, ready
-from kvctl.measure.run import _tokenized as tokenized
+from kvctl.measure.run import _reading as reading
 from kvctl.model import build_spec
 from kvctl.size import SizePlan, size
 from kvctl.sources import resolve
@@ -60,13 +61,18 @@ def main() -> None:
         times = timed(model, techniques, asked.ctx, asked.decode)
         rows: dict[str, Assessed] = {}
         if asked.windows:
-            ids = tokenized(model.loaded, plan, read_text(asked.text))
+            text = reading("text", model.loaded, plan, read_text(asked.text))
             settings = AssessAsked(
-                context=64, decode=0, repeat=0, windows=asked.windows, prompt=asked.prompt, scored=asked.scored
+                context=64,
+                decode=0,
+                repeat=1,
+                greedy=0,
+                depths=(),
+                windows=asked.windows,
+                prompt=asked.prompt,
+                scored=asked.scored,
             )
-            found = assess(
-                model.loaded, techniques, settings, model.dtype, model.tokens, ("text", ids), say, lambda row: None
-            )
+            found = assess(model.loaded, techniques, settings, model.dtype, model.tokens, text, say, lambda row: None)
             rows = {row.name: row for row in found.rows}
     show(model, techniques, theirs, asked, times, rows)
 

@@ -182,6 +182,9 @@ class _Run:
         """Run by run in turn, so that what disturbs one disturbs all."""
         asked, able = self.asked, self._able()
         self.now.stage(f"timing {plural(len(able), 'cache')} in turn")
+        plain = PLAIN.name
+        if self.rows[plain].error is not None:  # out of memory: there is nothing to hold the others against
+            return
         first: dict[str, list[float]] = {one.name: [] for one in able}
         steps: dict[str, list[tuple[float, ...]]] = {one.name: [] for one in able}
         # The pass that the others are held against is not the one that finds the machine cold.
@@ -195,12 +198,9 @@ class _Run:
                 times = self.passes.timed(self._ids(), asked.decode)
                 first[technique.name].append(times.ttft)
                 steps[technique.name].append(times.steps)
-        plain = PLAIN.name
-        if plain not in first:
-            return
         for technique in able:
             self._keep(technique, plain_bytes=self.rows[plain].kv_bytes)
-            if technique.plain:
+            if technique.plain or not first[plain]:
                 continue
             ttft = ratio(Sample(tuple(first[technique.name])), Sample(tuple(first[plain])), paired=True)
             tpot = ratio(_sample(steps[technique.name]), _sample(steps[plain]), paired=True) if asked.decode else None
