@@ -64,7 +64,7 @@ class Needles:
     def __init__(self, text: Reading, asked: AssessAsked) -> None:
         self._text, self._asked = text, asked
         self.needles: tuple[Needle, ...] = ()
-        """None where a prompt has no room for a key and its question."""
+        """Empty where a prompt has no room for a key and its question."""
         try:
             self.needles = tuple(
                 needle(text.encode, asked.prompt, depth, seed, begin=text.begin)

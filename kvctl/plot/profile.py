@@ -33,7 +33,7 @@ def chart_of(report: ProfileReport) -> Chart:
     steps = _named("decode step", {batch: _steps(points) for batch, points in of_batch.items()})
     if len(caches) + len(peaks) > MOST_CURVES:
         peaks = ()
-    name = report.model.id.rpartition("/")[2] or report.model.id if report.model is not None else "profile"
+    name = _name(report)
     memory = Chart(
         title=f"{name}: memory against context",
         subtitle=_memory_words(report, caches, peaks),
@@ -56,6 +56,13 @@ def chart_of(report: ProfileReport) -> Chart:
     return memory.replace(below=time.replace(note=note))
 
 
+def _name(report: ProfileReport) -> str:
+    """Of the model, without whose it is."""
+    if report.model is None:
+        return "profile"
+    return report.model.id.rpartition("/")[2] or report.model.id
+
+
 def quality_of(report: ProfileReport, found: Assessment) -> Scatter:
     """Divergence from the plain cache against bytes, a mark for each technique.
 
@@ -74,7 +81,7 @@ def quality_of(report: ProfileReport, found: Assessment) -> Scatter:
     if not spots:
         raise UsageError("nothing to plot", hint="quality needs a text, and a model with a tokenizer")
     quality = next(row.quality for row in found.rows if row.quality is not None)
-    name = report.model.id.rpartition("/")[2] or report.model.id if report.model is not None else "profile"
+    name = _name(report)
     return Scatter(
         title=f"{name}: what smaller caches lose",
         spots=tuple(spots),

@@ -19,7 +19,7 @@ from kvctl.units import BINARY, format_bytes
 from kvctl.words import one_line, shortened
 
 _WIDTH, _HEIGHT, _TOP = 960, 480, 92
-_TEXT, _LINE = 12, 16
+_TEXT = 12
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _DECADES = 8
 """At most: what is smaller lies at the foot of the picture."""
