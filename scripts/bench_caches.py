@@ -24,8 +24,7 @@ from kvctl.measure.hush import quiet
 from kvctl.measure.loaded import Wanted
 from kvctl.measure.passes import Passes
 from kvctl.measure.points import Asked
-from kvctl.measure.run import Now, ProfilePlan, read_text, ready
-from kvctl.measure.run import _reading as reading
+from kvctl.measure.run import Now, ProfilePlan, read_text, reading, ready
 from kvctl.model import build_spec
 from kvctl.size import SizePlan, size
 from kvctl.sources import resolve

@@ -193,7 +193,7 @@ def profile_techniques(
     notes += model.notes
     ids = None
     if model.loaded.tokenizer_path is not None:
-        ids = _reading("english" if text is None else text, model.loaded, plan, read_text(text, "--text"))
+        ids = reading("english" if text is None else text, model.loaded, plan, read_text(text, "--text"))
     elif text is not None:
         raise SourceError("--text needs the model's own tokenizer, and random weights have none")
     else:
@@ -351,7 +351,7 @@ def _tokenizer(loaded: Loaded, plan: ProfilePlan) -> Any:
         return transformers.AutoTokenizer.from_pretrained(loaded.tokenizer_path, **told)
 
 
-def _reading(name: str, loaded: Loaded, plan: ProfilePlan, text: str) -> Reading:
+def reading(name: str, loaded: Loaded, plan: ProfilePlan, text: str) -> Reading:
     """A text as the model's tokenizer reads it."""
     from kvctl.measure.generation import Reading
     from kvctl.measure.hush import quiet
