@@ -21,7 +21,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-measure: $(VENV)/installed-measure
-	$(BIN)/python -m pytest -m 'engine and not slow' tests/test_profile_*.py tests/test_technique*.py tests/test_keeps*.py tests/test_codecs*.py tests/test_quality.py tests/test_convert.py tests/test_paging*.py tests/test_foreign.py
+	$(BIN)/python -m pytest -m 'engine and not slow' tests/test_profile_*.py tests/test_technique*.py tests/test_keeps*.py tests/test_codecs*.py tests/test_quality.py tests/test_convert.py tests/test_direct.py tests/test_paging*.py tests/test_foreign.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """kvctl's INT4 caches beside those of transformers, in one run: bytes, quality and decoding speed on a real model.
 
-    OMP_NUM_THREADS=1 python scripts/bench_caches.py MODEL
+    OMP_NUM_THREADS=1 python scripts/bench_caches.py MODEL [--dtype bfloat16] [--batch 4]
 
 MODEL is a folder, a GGUF file or a Hub name. Caches decode in turn, token by token, so that what disturbs one disturbs all: a ratio
 of times is the median over steps. A flush of transformers' caches, once in `residual` steps, hardly shows in a median: the
@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from kvctl.engines import TRANSFORMERS
-from kvctl.formats import FP32
+from kvctl.formats import model_dtype
 from kvctl.measure.assess import assess
 from kvctl.measure.assessed import AssessAsked, Assessed
 from kvctl.measure.foreign import need
@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--ours", default=OURS)
     parser.add_argument("--theirs", default=THEIRS)
     parser.add_argument("--ctx", type=int, default=2048, help="prompt tokens of the runs that are timed")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
+    parser.add_argument("--dtype", default="float32", help="of the model, and of what is not packed")
     parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded by the clock")
     parser.add_argument("--windows", type=int, default=6, help="pieces of text; 0: no quality")
     parser.add_argument("--prompt", type=int, default=1792, help="tokens of a piece before those that count")
@@ -53,11 +55,15 @@ def main() -> None:
         for one in theirs:
             if one.foreign is not None:
                 need(one.foreign)
-    say = Now()
-    plan = ProfilePlan(build_spec(resolve(asked.model)), Wanted(dtype=FP32), Asked(contexts=(asked.ctx,)), limits=False)
+    say, dtype = Now(), model_dtype(asked.dtype)
+    if dtype is None:
+        parser.error(f"--dtype {asked.dtype}: unknown")
+    plan = ProfilePlan(
+        build_spec(resolve(asked.model)), Wanted(dtype=dtype), Asked(contexts=(asked.ctx,)), limits=False
+    )
     model = ready(plan, say)
     with quiet():
-        times = timed(model, techniques, asked.ctx, asked.decode)
+        times = timed(model, techniques, asked.ctx, asked.decode, asked.batch)
         rows: dict[str, Assessed] = {}
         if asked.windows:
             text = reading("text", model.loaded, plan, read_text(asked.text))
@@ -106,17 +112,20 @@ class Times:
         return token
 
 
-def timed(model: Any, techniques: list[Technique], context: int, steps: int) -> dict[str, Times]:
+def timed(model: Any, techniques: list[Technique], context: int, steps: int, batch: int) -> dict[str, Times]:
     """Every cache, in turn."""
     import torch
 
+    from kvctl.techniques import attention
+
     passes, tokens = [], []
     with torch.inference_mode():
-        ids = model.tokens(1, context).to(model.loaded.device)
+        ids = model.tokens(batch, context).to(model.loaded.device)
         for one in techniques:
+            attention.remove(model.loaded.model)
             each = Passes(model.loaded.model, model.loaded.device, layers=len(model.loaded.spec.layers))
             each.technique, each.indexes = one, tuple(range(len(model.loaded.spec.layers)))
-            each.begin(1)
+            each.begin(batch)
             tokens.append(each.prefill(ids).argmax(-1, keepdim=True))
             passes.append(each)
         out = {one.name: Times() for one in techniques}
@@ -125,6 +134,10 @@ def timed(model: Any, techniques: list[Technique], context: int, steps: int) -> 
                 out[one.name].listen(layer)
         for _ in range(steps):
             for index, one in enumerate(techniques):
+                # As a pass of each alone would have it.
+                attention.remove(passes[index].model)
+                if one.foreign is None and not one.plain:
+                    attention.install(passes[index].model, one)
                 tokens[index] = out[one.name].step(passes[index], tokens[index])
     return out
 
@@ -144,7 +157,9 @@ def faster(own: list[float], other: list[float]) -> str:
 
 def show(model: Any, techniques: list[Technique], theirs: list[Technique], asked: Any, times: dict[str, Times],
          rows: dict[str, Assessed]) -> None:  # fmt: skip
-    print(f"{asked.ctx} tokens and {asked.decode} more; ms: median of a step of the model / of the cache in it")
+    print(
+        f"{asked.batch} x {asked.ctx} tokens and {asked.decode} more, {asked.dtype}; ms: median of a step of the model / of the cache in it"
+    )
     print(f"{'cache':30} {'mean bytes':>12} {'ms':>13}   perplexity %   ± SE       KL    top-1")
     for one in techniques:
         mean = statistics.fmean(held(model, one, asked.ctx, more) for more in range(asked.decode))

@@ -95,7 +95,7 @@ def _ours(model: Any, technique: str, ids: Any) -> list[Any]:
             return out
 
         layer.policy.choose = kept
-    attention.install(model, made.name)
+    attention.install(model, made)
     try:
         with torch.inference_mode():
             model(input_ids=ids, cache=cache, use_cache=True)

@@ -43,9 +43,8 @@ ALONE = """
         cache = transformers.DynamicCache(config=model.config)
         if not technique.plain:
             equipped(cache, model, technique, range(8))
-            if technique.keep is not None:
-                attention.remove(model)
-                attention.install(model, technique.name)
+            attention.remove(model)
+            attention.install(model, technique)
         token = random_ids(128, 1, length, 0)
         for _ in range(steps + 1):
             token = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)

@@ -161,8 +161,7 @@ def run(
     cache, out, at = DynamicCache(config=model.config), [], 0
     if technique is not None:
         equipped(cache, model, technique, range(LAYERS))
-        if technique.keep is not None:
-            attention.install(model, technique.name)
+        attention.install(model, technique)
     try:
         with torch.inference_mode():
             for count in chunks:

@@ -137,8 +137,7 @@ class Passes:
             foreign.equip(technique.foreign, self.cache, self.model)
             return
         equipped(self.cache, self.model, technique, self.indexes)
-        if technique.keep is not None:
-            attention.install(self.model, technique.name)
+        attention.install(self.model, technique)
 
     def prefill(self, ids: Any, chunk: int | None = None) -> Any:
         """Logits after a prompt, in one piece or in chunks of so many tokens."""
@@ -181,7 +180,7 @@ class Passes:
     def drop(self) -> None:
         """Let go of the cache."""
         self.cache, self._beside = None, {}
-        if self.technique is not None and self.technique.keep is not None:
+        if self.technique is not None and not self.technique.plain:
             from kvctl.techniques import attention
 
             attention.remove(self.model)

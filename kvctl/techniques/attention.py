@@ -1,7 +1,8 @@
-"""The attention function that lets an eviction see queries. Imported where torch and transformers are.
+"""The attention function through which a cache meets queries. Imported where torch and transformers are.
 
 transformers lets an attention function be registered by name; this one computes what its own for torch's
-scaled_dot_product_attention does, with a mask for what the cache holds, and then tells the layer of the cache about it.
+scaled_dot_product_attention does. An eviction gets a mask for what its cache holds, and is told of the queries afterwards. A
+cache of packed rows hands out rows that for a single new token need not be unpacked.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvctl.errors import ConfigError
+from kvctl.techniques import direct
+from kvctl.techniques.direct import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvctl.techniques.caches import TechniqueLayer
+    from kvctl.techniques import Technique
+    from kvctl.techniques.caches import Rows, TechniqueLayer
 
 NAME = "kvctl"
 _waiting: list[TechniqueLayer] = []
@@ -36,25 +40,24 @@ def forget() -> None:
     _waiting.clear()
 
 
-def install(model: Any, name: str) -> None:
+def install(model: Any, technique: Technique) -> None:
     """Let `model` use it.
 
     Raises:
-        ConfigError: the model does not run with torch's scaled_dot_product_attention.
+        ConfigError: the technique cannot do without, and the model does not run with torch's scaled_dot_product_attention.
 
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     now = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-    if now == NAME:
-        return
-    if now != "sdpa":
-        raise ConfigError(f"{name} needs a model that runs with sdpa, and {type(model).__name__} runs with {now}",
+    if now == "sdpa":
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        _change(model, "sdpa", NAME)
+    elif now != NAME and technique.keep is not None:
+        raise ConfigError(f"{technique.name} needs a model that runs with sdpa, and {type(model).__name__} runs with {now}",
                           hint="--attn sdpa, where the model has it")  # fmt: skip
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    _change(model, "sdpa", NAME)
 
 
 def remove(model: Any) -> None:
@@ -77,15 +80,27 @@ def attend(
     """As transformers' sdpa_attention_forward, for the layer that is expected."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    if isinstance(key, Stored) and isinstance(value, Stored) and _all_alike(query, key.rows(), attention_mask, kwargs):
+        return direct.attention(query, key.rows(), value.rows(), scaling), None
     layer = _waiting.pop() if _waiting else None
-    if layer is None:
-        passed: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return passed
-    mask = layer.mask(query, attention_mask)
+    mask = attention_mask if layer is None else layer.mask(query, attention_mask)
     out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    scaling = kwargs.get("scaling")
-    layer.attended(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if layer is not None:
+        layer.attended(query, key, value, scaling)
     return out
+
+
+def _all_alike(query: Tensor, rows: Rows, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Whether the query sees all tokens, and nothing but their products with it counts."""
+    others = (kwargs.get("position_bias"), kwargs.get("softcap"), kwargs.get("dropout") or None)
+    fits = query.shape[2] == 1 and query.shape[1] % rows.heads == 0 and query.dtype != torch.float64
+    return fits and all(other is None for other in others) and (mask is None or _open(mask))
+
+
+def _open(mask: Tensor) -> bool:
+    """Whether nothing is hidden or weighed."""
+    return bool(mask.all() if mask.dtype == torch.bool else not mask.any())
 
 
 def visible(attention_mask: Tensor | None, new: int) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvctl.errors import ConfigError
 from kvctl.techniques import attention
+from kvctl.techniques.direct import Stored
 from kvctl.techniques.keep import Place
 from kvctl.techniques.paging.cache import PagedLayer, Pages
 from kvctl.techniques.policy import Policy, Seen
@@ -94,6 +95,33 @@ class Rows:
         if after:
             rows[:, :, rows.shape[2] - after :] = self.newest
         return rows
+
+    def pieces(self) -> Iterator[tuple[Tensor, bool]]:
+        """First, packed and newest ones, one after the other [batch * heads, tokens, dim] in fp32, and whether they were packed."""
+        assert self.newest is not None
+        if self.first is not None:
+            yield self.first.float().flatten(0, 1), False
+        if self.packed:
+            assert self._kernel is not None
+            yield self._kernel.decode(self.parts, torch.float32, self.newest.shape[-1]).flatten(0, 1), True
+        yield self.newest.float().flatten(0, 1), False
+
+    def like(self) -> Tensor:
+        """A tensor of their shape and type that holds nothing."""
+        assert self.newest is not None
+        batch, heads, _, dim = self.newest.shape
+        return self.newest.new_empty((1,)).expand(batch, heads, len(self), dim)
+
+    @property
+    def heads(self) -> int:
+        """Heads that have rows of their own."""
+        assert self.newest is not None
+        return int(self.newest.shape[1])
+
+    @property
+    def rotated(self) -> bool:
+        """Whether packed ones are turned by a Hadamard matrix."""
+        return self._packing.rotated
 
     def gather(self, places: Tensor) -> None:
         """Only the tokens at `places` [batch, heads, kept] are left; the first and the newest are among them."""
@@ -192,6 +220,8 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
         self.value_rows.append(value_states)
         self.seen += new
         self.generated = self.generated + 1 if new == 1 and self.seen > 1 else 0
+        if new == 1 and self._direct:
+            return Stored.of(self.key_rows), Stored.of(self.value_rows)
         keys, values = self.key_rows.read(), self.value_rows.read()
         if self._rope is not None:
             keys = self._rope.turned(keys, self._positions(0, self.seen))
@@ -199,6 +229,12 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
             keys = self.policy.turn(keys, self.seen - keys.shape[2])
             attention.expect(self)
         return keys, values
+
+    @property
+    def _direct(self) -> bool:
+        """Whether attention may go over rows as they are stored: nothing else needs them, and a CPU is none the worse for it."""
+        packed = self.key_rows.packed or self.value_rows.packed
+        return bool(packed) and self._keep is None and self._rope is None and self.device.type == "cpu"
 
     def _positions(self, first: int, count: int) -> Tensor:
         return torch.arange(first, first + count, device=self.device)[None]
@@ -208,7 +244,7 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
         new, held = query.shape[2], len(self.key_rows)
         real = attention.visible(given, new)
         if self.valid is None and real is not None:
-            batch, heads = query.shape[0], self._heads()
+            batch, heads = query.shape[0], self.key_rows.heads
             self.valid = torch.ones(batch, heads, held - new, dtype=torch.bool, device=self.device)
         if self.valid is not None:
             arrived = self.valid.new_ones(query.shape[0], new) if real is None else real
@@ -222,10 +258,6 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
         # A token of padding sees itself: a row without anything has no softmax.
         mask |= torch.eye(held, dtype=torch.bool, device=self.device)[held - new :]
         return mask.repeat_interleave(query.shape[1] // mask.shape[1], dim=1)
-
-    def _heads(self) -> int:
-        assert self.key_rows.newest is not None
-        return int(self.key_rows.newest.shape[1])
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         """After the attention of a pass: let go of what is too much."""
