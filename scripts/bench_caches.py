@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from time import perf_counter
 from typing import Any
 
@@ -82,38 +81,8 @@ def main() -> None:
     show(model, techniques, theirs, asked, times, rows)
 
 
-class Times:
-    """Seconds of every step of a cache: of the whole model, and of the cache's own layers within."""
-
-    def __init__(self) -> None:
-        self.whole: list[float] = []
-        self.own: list[float] = []
-        self._now = 0.0
-
-    def listen(self, layer: Any) -> None:
-        """Have a layer of the cache tell how long it takes."""
-        update = layer.update
-
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            start = perf_counter()
-            out = update(*args, **kwargs)
-            self._now += perf_counter() - start
-            return out
-
-        layer.update = clocked
-
-    def step(self, passes: Passes, token: Any) -> Any:
-        """The next token."""
-        self._now = 0.0
-        start = perf_counter()
-        token = passes.feed(token).argmax(-1, keepdim=True)
-        self.whole.append(perf_counter() - start)
-        self.own.append(self._now)
-        return token
-
-
-def timed(model: Any, techniques: list[Technique], context: int, steps: int, batch: int) -> dict[str, Times]:
-    """Every cache, in turn."""
+def timed(model: Any, techniques: list[Technique], context: int, steps: int, batch: int) -> dict[str, list[float]]:
+    """Seconds of every step with every cache, in turn."""
     import torch
 
     from kvctl.techniques import attention
@@ -128,17 +97,16 @@ def timed(model: Any, techniques: list[Technique], context: int, steps: int, bat
             each.begin(batch)
             tokens.append(each.prefill(ids).argmax(-1, keepdim=True))
             passes.append(each)
-        out = {one.name: Times() for one in techniques}
-        for one, each in zip(techniques, passes, strict=True):
-            for layer in each.cache.layers:
-                out[one.name].listen(layer)
+        out: dict[str, list[float]] = {one.name: [] for one in techniques}
         for _ in range(steps):
             for index, one in enumerate(techniques):
                 # As a pass of each alone would have it.
                 attention.remove(passes[index].model)
                 if one.foreign is None and not one.plain:
                     attention.install(passes[index].model, one)
-                tokens[index] = out[one.name].step(passes[index], tokens[index])
+                start = perf_counter()
+                tokens[index] = passes[index].feed(tokens[index]).argmax(-1, keepdim=True)
+                out[one.name].append(perf_counter() - start)
     return out
 
 
@@ -155,32 +123,26 @@ def faster(own: list[float], other: list[float]) -> str:
     return f"{statistics.median(b / a for a, b in zip(own, other, strict=True)):.2f}/{sum(other) / sum(own):.2f}"
 
 
-def show(model: Any, techniques: list[Technique], theirs: list[Technique], asked: Any, times: dict[str, Times],
+def show(model: Any, techniques: list[Technique], theirs: list[Technique], asked: Any, times: dict[str, list[float]],
          rows: dict[str, Assessed]) -> None:  # fmt: skip
-    print(
-        f"{asked.batch} x {asked.ctx} tokens and {asked.decode} more, {asked.dtype}; ms: median of a step of the model / of the cache in it"
-    )
-    print(f"{'cache':30} {'mean bytes':>12} {'ms':>13}   perplexity %   ± SE       KL    top-1")
+    print(f"{asked.batch} x {asked.ctx} tokens and {asked.decode} more, {asked.dtype}; ms: median of a step")
+    print(f"{'cache':30} {'mean bytes':>12} {'ms':>7}   perplexity %   ± SE       KL    top-1")
     for one in techniques:
-        mean = statistics.fmean(held(model, one, asked.ctx, more) for more in range(asked.decode))
-        own = times[one.name]
-        line = f"{one.name:30} {mean:12,.0f} {1e3 * statistics.median(own.whole):6.1f} /{1e3 * statistics.median(own.own):5.1f}"
+        mean = statistics.fmean(asked.batch * held(model, one, asked.ctx, more) for more in range(asked.decode))
+        line = f"{one.name:30} {mean:12,.0f} {1e3 * statistics.median(times[one.name]):7.1f}"
         row = rows.get(one.name)
         if row is not None and row.quality is not None:
             found = row.quality
             change = found.perplexity_change
             line += f" {change.value:+12.3f} {change.error or 0:8.3f} {found.kl.value:9.5f} {found.top1.value:7.2%}"
         print(line)
-    for what in ("whole", "own"):
-        print(
-            f"\ntimes as long as ours, {'a step of the model' if what == 'whole' else 'the cache alone'}: median over steps / of sums"
-        )
-        print(" " * 30 + "".join(f"{one.name:>26}" for one in theirs))
-        for one in techniques:
-            if one not in theirs:
-                ratios = (faster(getattr(times[one.name], what), getattr(times[other.name], what)) for other in theirs)
-                print(f"{one.name:30}" + "".join(f"{ratio:>26}" for ratio in ratios))
+    print("\ntimes as long as ours: median over steps / of sums")
+    print(" " * 30 + "".join(f"{one.name:>26}" for one in theirs))
+    for one in techniques:
+        if one not in theirs:
+            ratios = (faster(times[one.name], times[other.name]) for other in theirs)
+            print(f"{one.name:30}" + "".join(f"{ratio:>26}" for ratio in ratios))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
