@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.record import Record
-from kvctl.reports import SizeReport, SizeResult
+from kvctl.reports import Missing, SizeReport, SizeResult
 from kvctl.size import SizePlan, answers, needs_tensors
 from kvctl.spec import ModelSpec
 
@@ -37,6 +37,8 @@ def ask(specs: Sequence[ModelSpec], plans: Plans) -> SizeReport:
 
         specs = [attach(spec) for spec in specs]
     results: list[SizeResult] = []
+    missing: list[Missing] = []
+    impossible: list[KvctlError] = []
     faults = list(plans.faults)
     for spec in specs:
         left: list[str] = []
@@ -48,16 +50,43 @@ def ask(specs: Sequence[ModelSpec], plans: Plans) -> SizeReport:
                 if plan.technique is not None and plan.technique.of_all:
                     left.append(f"{plan.technique.name} is left out: {error.message}")
                     continue
-                if not plans.comparing:
+                if plans.comparing:
+                    faults.append((plan.engine.name + (f", {_beside(plan)}" if plan.what_if else ""), error))
+                    continue
+                if plan.what_if is None or len(results) == first:
                     raise
-                faults.append((plan.engine.name, error))
+                missing.append(
+                    Missing(spec.id, _beside(plan), error.message.removeprefix(f"{spec.id}: "), len(results))
+                )
+                if not _possible(spec, plan):
+                    impossible.append(error)
         if left and len(results) > first:
             results[first] = results[first].replace(warnings=(*results[first].warnings, *left))
     refused = tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in faults))
     if not results:
         fault_kind = UsageError if all(isinstance(error, UsageError) for _, error in faults) else ConfigError
         raise fault_kind("no engine answers: " + "; ".join(refused))
-    return SizeReport(tuple(results), refused)
+    if impossible and len(impossible) == len(missing) and not any(result.what_if for result in results):
+        raise impossible[0]  # whatever the engine: there is nothing to compare
+    return SizeReport(tuple(results), refused, tuple(missing))
+
+
+def _beside(plan: SizePlan) -> str:
+    """What is asked of a model beside its own structure."""
+    assert plan.what_if is not None
+    return f"if {plan.what_if.name}" + ("" if plan.technique is None else f", {plan.technique.name}")
+
+
+def _possible(spec: ModelSpec, plan: SizePlan) -> bool:
+    """Whether the model can be thought of in the other structure, in whatever engine."""
+    from kvctl.structure import restructured
+
+    assert plan.what_if is not None
+    try:
+        restructured(spec, plan.what_if)
+    except KvctlError:
+        return False
+    return True
 
 
 def ask_log(log: StartLog, spec: ModelSpec, plan: SizePlan) -> SizeReport:

@@ -377,7 +377,7 @@ def run(
             plan, progress, nproc=ranks.tensor_parallel // ranks.nnodes, nnodes=ranks.nnodes, node_rank=ranks.node_rank,
             rdzv_endpoint=ranks.rdzv_endpoint,
         )  # fmt: skip
-    from kvctl.measure.run import profile, unmeasured
+    from kvctl.measure.run import profile, report_of
 
     if until is None:
         return profile(plan, progress)
@@ -386,7 +386,7 @@ def run(
     # First: what this process takes of a GPU once it has run a model would be missing there.
     found = until_oom(plan, until, progress, memory_limit)
     if found.interrupted:
-        return unmeasured(plan).replace(until_oom=found, interrupted=True)
+        return report_of(plan).replace(until_oom=found, interrupted=True)
     return profile(plan, progress).replace(until_oom=found)
 
 

@@ -3,67 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
 from kvctl.options_profile import percent
+from kvctl.record import Record
 
 if TYPE_CHECKING:
-    from kvctl.measure.assessed import AssessAsked
+    from kvctl.measure.assessed import AssessAsked, Bounds
     from kvctl.measure.run import ProfilePlan
     from kvctl.techniques import Technique
 
 
-def read_techniques(texts: Sequence[str] | None, *, alone: bool, **bounds: Any) -> list[Technique]:
+class Asked(Record):
+    """What is compared, and how much worse it may be."""
+
+    techniques: tuple[Technique, ...] = ()
+    bounds: Bounds | None = None
+    tokens: int | None = None
+
+
+def read_techniques(
+    texts: Sequence[str] | None, max_ppl_increase: str | None, min_top1: str | None, *, best: bool, tokens: int | None, text: str | None,
+    alone: bool,
+) -> Asked:  # fmt: skip
     """Techniques to compare; `alone`: one sequence on one device, all layers.
 
     Raises:
         UsageError: an unknown technique, or options that do not go with them, or that are nothing without them.
 
     """
-    for name, value in bounds.items():
-        option = "--" + name.replace("_", "-")
+    bounds = {"--max-ppl-increase": max_ppl_increase, "--min-top1": min_top1}
+    for option, value in (bounds | {"--best": best or None, "--tokens": tokens, "--text": text}).items():
         if value is not None and not texts:
             raise UsageError(f"{option} is about techniques, and none is named", hint="--technique int8,int4")
-        if name in ("max_ppl_increase", "min_top1"):
-            bound(value, option)
-        if name == "best" and value and bounds.get("max_ppl_increase") is None and bounds.get("min_top1") is None:
-            raise UsageError("--best takes a bound to be kept", hint="--max-ppl-increase 1%, or --min-top1 98%")
-        if name == "tokens" and value is not None and not 1 <= value <= 2**20:
-            raise UsageError(
-                f"--tokens: {value} is out of range", hint="tokens of the text that are scored: from 1 to 1,048,576"
-            )
     if not texts:
-        return []
+        return Asked()
+    from kvctl.measure.assessed import Bounds
     from kvctl.techniques import parse_list
 
+    asked = Bounds(*(bound(value, option) for option, value in bounds.items()))
+    if best and not asked:
+        raise UsageError("--best takes a bound to be kept", hint="--max-ppl-increase 1%, or --min-top1 98%")
+    if tokens is not None and not 1 <= tokens <= 2**20:
+        raise UsageError(
+            f"--tokens: {tokens} is out of range", hint="tokens of the text that are scored: from 1 to 1,048,576"
+        )
     found = parse_list(texts)
     if not found:
         raise UsageError("--technique: none is named", hint="--technique int8,int4, or all")
     if not alone:
         raise UsageError("--technique compares caches of one sequence on one device",
                          hint="without --tp, --until-oom, --layers and --batch")  # fmt: skip
-    return found
+    return Asked(tuple(found), asked, tokens)
 
 
-def assess_asked(
-    plan: ProfilePlan, tokens: int | None, most_change: str | None, least_top1: str | None, *, drawn: bool
-) -> AssessAsked:
+def assess_asked(plan: ProfilePlan, asked: Asked, *, drawn: bool) -> AssessAsked:
     """What is measured of each technique.
 
     Raises:
-        UsageError: a bound that is no percentage, or a model whose positions end before anything can be scored.
+        UsageError: bounds or a picture, of a model that reads no text.
 
     """
     from kvctl.measure.assessed import AssessAsked, Bounds
 
-    bounds = Bounds(bound(most_change, "--max-ppl-increase"), bound(least_top1, "--min-top1"))
+    bounds = asked.bounds or Bounds()
     if plan.wanted.random and (bounds or drawn):
         raise UsageError(f"{'bounds are' if bounds else '--plot is'} about quality, which needs a text, and random weights have no tokenizer",
                          hint="a model with its weights")  # fmt: skip
     return AssessAsked(
         max(plan.asked.contexts), plan.asked.decode, max(plan.asked.repeat, 1), plan.asked.encoder_tokens, bounds=bounds
-    ).within(plan.spec.max_context, tokens)
+    ).within(plan.spec.max_context, asked.tokens)
 
 
 def bound(text: str | None, option: str) -> float | None:

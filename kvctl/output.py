@@ -58,6 +58,8 @@ def emit_size(report: SizeReport, form: str, *, quiet: bool = False) -> None:
         for kind, lines in (("note", _notes(report)), ("warning", _warnings(report))):
             say(kind, (f"{name}: {line}" if several else line for name, line in lines))
         say("no answer from", report.refused)
+        if form in ("json", "csv"):
+            say("no answer for", (one.words for one in report.missing))
     if form == "json":
         print_json(report.to_dict())
     elif form == "csv":
@@ -300,13 +302,34 @@ def print_markdown(rows: Sequence[dict[str, Any]]) -> None:
         print("| " + " | ".join(cells) + " |")
 
 
+def markdown_cell(text: str) -> str:
+    """Text as it may stand in a table or a line of Markdown."""
+    return one_line(text).replace("|", "\\|")
+
+
+def print_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows for people: the first column to the left, the others to the right."""
+    print("| " + " | ".join(map(markdown_cell, head)) + " |")
+    print("|---|" + "---:|" * (len(head) - 1))
+    for row in rows:
+        print("| " + " | ".join(map(markdown_cell, row)) + " |")
+
+
 def _markdown(report: SizeReport) -> None:
     planned = any(result.allocation for result in report.results)
     reserved = " reserved |" if planned else ""
     fitted = any(result.fit for result in report.results)
     engines = len({result.engine for result in report.results}) > 1
     own = of_own_structure(report.results)
-    imagined = any(beside_own_words(result, own(result)) for result in report.results)
+    imagined = bool(report.missing) or any(beside_own_words(result, own(result)) for result in report.results)
+    columns = 8 + planned + 4 * fitted + imagined
+
+    def without(place: int) -> None:
+        for one in report.missing:
+            if one.after == place:
+                cells = (one.model + " " + one.name, *["–"] * (columns - 1), one.why)
+                print("| " + " | ".join(map(markdown_cell, cells)) + " |")
+
     print(f"| model | context | held for | format | KV cache | bytes |{reserved} +1 token | fixed | weights |"
           + " fits | headroom | longest context | requests at once |" * fitted + " beside its own |" * imagined)  # fmt: skip
     print(
@@ -316,7 +339,7 @@ def _markdown(report: SizeReport) -> None:
         + "---|---:|---:|---:|" * fitted
         + "---|" * imagined
     )
-    for result in report.results:
+    for place, result in enumerate(report.results, 1):
         cells = (
             (one_line(result.model.id) + what_if_words(result)).replace("|", "\\|")
             + (f", {engine_words(result)}" if engines else ""),
@@ -333,6 +356,7 @@ def _markdown(report: SizeReport) -> None:
             *((beside_own_words(result, own(result)),) if imagined else ()),
         )
         print("| " + " | ".join(cells) + " |")
+        without(place)
     for result in report.results:
         if result.per_layer is not None:
             print(f"\n{title_words(result)}\n\n| layer | kind | holds | bytes |\n|---:|---|---|---:|")

@@ -103,6 +103,9 @@ def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, 
         output.print_json(document | ({"comparison": comparison.to_dict()} if comparison is not None else {}))
     elif form in ("csv", "md"):
         rows = [_row(report, point) for point in report.points]
+        if form == "md" and (report.sharing is not None or report.techniques is not None):
+            _markdown(report)
+            return
         if report.sharing is not None:
             rows = [
                 {"model": report.model.id if report.model is not None else "", **held.to_dict()}
@@ -124,6 +127,23 @@ def emit_profile(report: ProfileReport, form: str, earlier: Sequence[Saved], *, 
         from kvctl.screen_profile import print_profile
 
         print_profile(Screen(), report, comparison)
+
+
+def _markdown(report: ProfileReport) -> None:
+    """What is on a screen, to be pasted: a title, a table, and what its columns are."""
+    from kvctl.screen_profile import title
+    from kvctl.screen_sharing import markdown_sharing
+    from kvctl.screen_techniques import markdown_techniques
+
+    print(f"{output.markdown_cell(title(report))}\n")
+    for found, cells_of in (
+        (report.techniques, lambda found: markdown_techniques(found, report.dtype)),
+        (report.sharing, markdown_sharing),
+    ):
+        if found is not None and report.found:
+            (head, *rows), lines = cells_of(found)
+            output.print_markdown_table(head, rows)
+            print("\n" + "\n".join(f"- {output.markdown_cell(line)}" for line in lines))
 
 
 def say_broken(lines: Sequence[str]) -> None:

@@ -268,12 +268,29 @@ class SizeResult(Record):
         return out
 
 
+class Missing(Record):
+    """A row of a comparison that cannot be had."""
+
+    model: str
+    name: str
+    """What was asked of it: "if mla:512+64"."""
+    why: str
+    after: int
+    """How many results stand before its place."""
+
+    @property
+    def words(self) -> str:
+        """On one line."""
+        return f"{self.model} {self.name}: {self.why}"
+
+
 class SizeReport(Record):
     """Everything one `kvctl size` run answers."""
 
     results: tuple[SizeResult, ...]
     refused: tuple[str, ...] = ()
     """Engines that were asked and gave no answer, with the reason."""
+    missing: tuple[Missing, ...] = ()
     log: Any = None
     """A start-up log, explained (`kvctl.startlog.LogReport`)."""
     schema: str = "kvctl.size/1"
@@ -287,6 +304,6 @@ class SizeReport(Record):
         }
         if self.log is not None:
             out["log"] = self.log.to_dict()
-        if self.refused:
-            out["refused"] = list(self.refused)
+        if self.refused or self.missing:
+            out["refused"] = [*self.refused, *(one.words for one in self.missing)]
         return out

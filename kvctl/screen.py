@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from kvctl.reports import LayerRow, SizeReport, SizeResult
+from kvctl.reports import LayerRow, Missing, SizeReport, SizeResult
 from kvctl.screen_lines import Row, Screen, bar
 from kvctl.units import format_bytes, format_count, plural
 from kvctl.words import (
@@ -71,8 +71,8 @@ def print_size(report: SizeReport) -> None:
     for result in report.results:
         groups.setdefault(_key(result), {})[result.context] = result
     largest = [max(group.values(), key=lambda result: result.context) for group in groups.values()]
-    if len(groups) > 1:
-        _comparison(screen, [list(group.values()) for group in groups.values()])
+    if len(groups) > 1 or report.missing:
+        _comparison(screen, [list(group.values()) for group in groups.values()], report.missing)
     else:
         (group,) = groups.values()
         if len(group) > 1:
@@ -285,11 +285,12 @@ def _ladder(screen: Screen, group: Sequence[SizeResult]) -> None:
     screen.line()
 
 
-def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
-    """Several models: one line each, or with several contexts a name and a line for every context."""
+def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]], missing: Sequence[Missing] = ()) -> None:
+    """Several models: one line each, or with several contexts a name and a line for every context; why one is missing, in its
+    place."""
     results = [result for group in groups for result in group]
     first = results[0]
-    names = _display_names(results)
+    names = _display_names(results, imagined=bool(missing))
     stacked = max(len(group) for group in groups) > 1 or len({result.context for result in results}) > 1
     fixed = any(result.kv_bytes_fixed for result in results)
     where = "" if stacked else f"{first.context:,} tokens × "
@@ -310,34 +311,39 @@ def _comparison(screen: Screen, groups: Sequence[Sequence[SizeResult]]) -> None:
 
     def cells(result: SizeResult) -> list[str]:
         row = [f"{result.context:,}" if stacked else names[_key(result)], format_bytes(result.kv_bytes)]
-        # The weights are the same at every context: once is enough.
-        weights = _weights(result) if not stacked or result is heads[_key(result)] else ""
-        beside = [beside_own_words(result, own(result))] if imagined else []
-        if fitted:
-            return [*row, weights, *fit_cells(result), *beside]
-        if planned:
+        if planned and not fitted:
             row.append(reserved_words(result))
-        row.append(format_bytes(result.kv_bytes_per_token))
-        if fixed:
+        if not fitted:
+            row.append(format_bytes(result.kv_bytes_per_token))
+        if fixed and not fitted:
             row.append(format_bytes(result.kv_bytes_fixed))
-        return [*row, weights, *beside]
+        # The weights are the same at every context: once is enough.
+        row.append(_weights(result) if not stacked or result is heads[_key(result)] else "")
+        return [*row, *([beside_own_words(result, own(result))] * imagined), *(fit_cells(result) if fitted else ())]
 
     heads = {_key(group[0]): group[0] for group in groups}
-    reserved = ["reserved"] if planned else []
-    first_column = "context" if stacked else "model"
-    if fitted:
-        head = [first_column, "KV cache", "weights", *_FITS]
-    else:
-        head = [first_column, "KV cache", *reserved, "+1 token", *(["fixed"] if fixed else []), "weights"]
-    head += ["beside its own"] if imagined else []
+    grown = [*["reserved"] * planned, "+1 token", *["fixed"] * fixed]
+    parts = (
+        ["KV cache", *([] if fitted else grown)],
+        ["weights", *["beside its own"] * imagined],
+        _FITS if fitted else (),
+    )
+    head = ["context" if stacked else "model", *(name for part in parts for name in part)]
     rows: list[Row] = [(head, None, "dim")]
+    place = 0
     for group in groups:
         if stacked:
             rows.append(([""] * len(head), Text(names[_key(group[0])], style="bold"), ""))
         for result in group:
             style = "red" if result.fit is not None and not result.fit.fits else ""
             rows.append((cells(result), bar(result.kv_bytes, largest, room) if room >= 6 else None, style))
-    screen.table(("r" if stacked else "l") + "r" * (len(head) - 1), rows, bold=1)
+        place += len(group)
+        for one in missing:
+            if one.after == place:
+                name = f"{one.model.rpartition('/')[2] or one.model} {one.name}"
+                rows.append(([""] * len(head), Text(one_line(f"{name}: {one.why}"), style="yellow"), "yellow"))
+    justify = ("r" if stacked else "l") + "r" * (len(head) - 1)
+    screen.tables(1, justify, rows, [len(part) for part in parts if part], bold=1)
 
 
 def _engines(screen: Screen, results: Sequence[SizeResult]) -> None:
@@ -389,10 +395,11 @@ def _key(result: SizeResult) -> Key:
     return result.model.id, result.model.location, format_words(result), result.what_if or ""
 
 
-def _display_names(results: Sequence[SizeResult]) -> dict[Key, str]:
+def _display_names(results: Sequence[SizeResult], *, imagined: bool = False) -> dict[Key, str]:
     """Names without organisation, or as much more as it takes to tell them apart."""
     keys = list(dict.fromkeys(_key(result) for result in results))
     formats, structures = (len({key[column] for key in keys}) > 1 for column in (2, 3))
+    structures |= imagined
     for name in (
         lambda key: key[0].rpartition("/")[2] or key[0],
         lambda key: key[0],

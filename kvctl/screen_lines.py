@@ -60,7 +60,7 @@ class Screen:
         widths = [max(cell_len(row[0][column]) for row in rows) for column in range(len(justify))]
         for cells, tail, style in rows:
             if tail is not None and not any(cells):
-                self.console.print(tail, soft_wrap=True)  # a heading between rows
+                self.line(tail, indent=2)  # a heading between rows
                 continue
             parts = []
             for cell, width, side in zip(cells, widths, justify, strict=True):
@@ -75,6 +75,34 @@ class Screen:
                 text.append_text(tail)
             text.rstrip()
             self.console.print(text, soft_wrap=True)
+
+    def tables(
+        self, lead: int, justify: str, rows: Sequence[Row], groups: Sequence[int], *, bold: int | None = None
+    ) -> None:
+        """The first `lead` columns and groups of so many others side by side, as far as there is room; the rest below, beside the
+        first columns once more. A line among the rows that has a style stands once, a heading over each part."""
+        parts: list[list[int]] = []
+        start = lead
+        for count in groups:
+            more = [*range(start, start + count)]
+            start += count
+            joined = [*(parts[-1] if parts else range(lead)), *more]
+            if (
+                parts
+                and self.width_of([[cells[column] for column in joined] for cells, _, _ in rows]) <= self.console.width
+            ):
+                parts[-1] = joined
+            else:
+                parts.append([*range(lead), *more])
+        for number, columns in enumerate(parts):
+            if number:
+                self.line()
+            shown: list[Row] = [
+                ([cells[column] for column in columns], None if number and any(cells) else tail, style)
+                for cells, tail, style in rows
+                if any(cells) or not number or not style
+            ]
+            self.table("".join(justify[column] for column in columns), shown, bold=bold)
 
 
 def bar(part: int, whole: int, width: int = 16) -> Text:

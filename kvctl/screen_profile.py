@@ -28,7 +28,7 @@ _SHARES = {
 
 def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison | None) -> None:
     """Everything of one run of a model."""
-    screen.line(one_line(_title(report)), "bold")
+    screen.line(one_line(title(report)), "bold")
     screen.line(*_verdict(report))
     if any(point.ttft for point in report.points):
         screen.line()
@@ -42,7 +42,7 @@ def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison 
     for point in report.points:
         if point.error is not None:
             screen.line(one_line(f"{_where(point)}: {point.error}"), "red")
-    if report.techniques is not None:
+    if report.techniques is not None and report.techniques.rows:
         screen.line()
         print_techniques(screen, report.techniques, report.dtype)
     if report.sharing is not None and report.sharing.held:
@@ -69,7 +69,8 @@ def print_profile(screen: Screen, report: ProfileReport, comparison: Comparison 
         _comparison(screen, comparison)
 
 
-def _title(report: ProfileReport) -> str:
+def title(report: ProfileReport) -> str:
+    """What was run, and how."""
     settings = report.settings
     name = report.model.id if report.model is not None else "a model"
     words = [f"{name}: {report.dtype}" if report.dtype else f"{name}:"]

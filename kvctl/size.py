@@ -247,7 +247,7 @@ def answer(asked: Question, context: int) -> SizeResult:
     for layer, count in spec.groups:
         rows: dict[tuple[str, int], int] = {}
         for state in layer.states_in(engine.name):
-            bytes_ = state.size(work, fmt, keep) * (copies if state.per_beam else shared_copies)
+            bytes_ = state.total(work, fmt, keep, copies if state.per_beam else shared_copies)
             slot = (state.kind, state.tokens(work, keep))
             rows[slot] = rows.get(slot, 0) + bytes_
             rate = state.growth(work, fmt, keep)
@@ -368,7 +368,7 @@ def _held(spec: ModelSpec, plan: SizePlan, fmt: Formats) -> Held:
             return 0 if serving.kv_on_host else allocation.reserved_bytes, allocation
         shared = sequences if engine.beams_share_cross else copies
         return sum(
-            count * state.size(work, fmt, engine.retention) * (copies if state.per_beam else shared)
+            count * state.total(work, fmt, engine.retention, copies if state.per_beam else shared)
             for layer, count in spec.groups
             for state in layer.states_in(engine.name)
         ), None

@@ -85,6 +85,10 @@ class LayerState(Record):
         """Bytes of one sequence (one beam)."""
         return self.tokens(work, keep) * self.row(fmt)
 
+    def total(self, work: Workload, fmt: Formats, keep: Retention, copies: int) -> int:
+        """Bytes of so many sequences (beams) together."""
+        return copies * self.size(work, fmt, keep)
+
     def row(self, fmt: Formats) -> int:
         """Bytes of one position."""
         raise NotImplementedError

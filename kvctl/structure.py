@@ -63,11 +63,11 @@ def parse(text: str) -> Structure:
     if name in ("mha", "mqa"):
         return Structure(name, 1 if name == "mqa" else None)
     numbers = words.split("+")
-    counts = [int(number) for number in numbers if number.isascii() and number.isdecimal() and len(number) <= 7]
-    if len(counts) == len(numbers) and all(count <= _MOST for count in counts) and counts[0] > 0:
+    counts = [int(number) for number in numbers if number.isascii() and number.isdecimal() and len(number) <= 18]
+    if len(counts) == len(numbers) and counts[0] > 0:
         if kind == "gqa" and len(counts) == 1:
             return Structure(name, counts[0])
-        if kind == "mla" and len(counts) == 2:
+        if kind == "mla" and len(counts) == 2 and max(counts) <= _MOST:
             return Structure(name, latent=(counts[0], counts[1]))
     hint = {
         "gqa": "gqa:8 has 8 KV heads",
@@ -95,12 +95,13 @@ def restructured(spec: ModelSpec, structure: Structure, engine: str = "") -> Mod
 
     Raises:
         UsageError: the KV heads do not divide the query heads.
-        ConfigError: nothing of the model's cache has such a structure, or a number that the answer rests on is not known.
+        ConfigError: nothing of the model's cache has such a structure, a number that the answer rests on is not known, or the
+            engine could not run it.
 
     """
     notes = [f"what if {structure.name}: a model that does not exist, sized by rule; weights are counted as {spec.id} has them"]  # fmt: skip
     latent = structure.latent
-    change = _to_heads(spec, structure, notes) if latent is None else _to_latent(spec, *latent)
+    change = _to_heads(spec, structure, engine, notes) if latent is None else _to_latent(spec, *latent)
     return _mapped(spec, structure.name, change, engine, notes)
 
 
@@ -131,8 +132,12 @@ def _of_heads(state: LayerState) -> TypeGuard[Attention]:
     return isinstance(state, (FullAttention, SlidingWindow, ChunkedAttention)) and bool(state.value_dim)
 
 
-def _to_heads(spec: ModelSpec, structure: Structure, notes: list[str]) -> Change:
-    """So many KV heads, as wide as they are, or as a latent stands for."""
+def _to_heads(spec: ModelSpec, structure: Structure, engine: str, notes: list[str]) -> Change:
+    """So many KV heads, as wide as they are, or as a latent stands for.
+
+    vLLM's attention of latent models without latents (VLLM_MLA_DISABLE=1) pads values to the width of keys, and takes no indexer
+    (vllm 0.27 model_executor/models/deepseek_v2.py, DeepseekV2Attention).
+    """
     query = _query_heads(spec, structure) if structure.heads != 1 else None
     heads = structure.heads or query or 1
     if query is not None and query % heads:
@@ -142,6 +147,12 @@ def _to_heads(spec: ModelSpec, structure: Structure, notes: list[str]) -> Change
     def change(state: LayerState) -> LayerState | None:
         if isinstance(state, LatentAttention):
             key, rope, value = _widths_behind(spec, state, structure)
+            if engine == "vllm":
+                if any(one.kind == "indexer" for layer, _ in spec.groups for one in layer.states):
+                    raise ConfigError(f"{spec.id}: vLLM picks tokens by an indexer from latents alone",
+                                      hint="--engine ideal says what heads would need")  # fmt: skip
+                value = max(key + rope, value)
+                notes.append("vLLM pads values to the width of keys, as it does with VLLM_MLA_DISABLE=1")
             notes.append(f"what if {structure.name}: {plural(heads, 'KV head')} with keys of {key + rope} and values of {value} a token "
                          f"({_LATENT_FIELDS[0]} + {_LATENT_FIELDS[1]}, {_LATENT_FIELDS[2]})")  # fmt: skip
             if state.window is not None:

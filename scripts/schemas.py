@@ -273,7 +273,11 @@ SCHEMAS = {
         {
             "kvctl_version": VERSION,
             "results": of("array", "One for each model, engine and context.", items=SIZE_RESULT),
-            "refused": of("array", "Engines of --engine all without an answer, and why.", items={"type": "string"}),
+            "refused": of(
+                "array",
+                "Engines of --engine all, and structures of --what-if, without an answer, and why.",
+                items={"type": "string"},
+            ),
             "log": LOG,
         },
         optional=("refused", "log"),

@@ -62,6 +62,16 @@ ROW = obj(
         "plain_bytes": maybe(whole("Bytes of the plain cache.")),
         "ratio": maybe(number("The plain cache's bytes over its own.")),
         "working_bytes": maybe(whole("The most that the process took beside what it had before and the cache.")),
+        "ends": maybe(
+            obj(
+                "Of 8-bit floats without a scale, packed elements that they cannot hold; null for other formats.",
+                {
+                    "elements": whole("Packed elements of keys and values in all layers."),
+                    "largest": whole("Stored as the largest number of the format, cut off or not."),
+                    "zero": whole("Stored as zero."),
+                },
+            )
+        ),
         "ttft_ratio": over_plain("Time to the first token."),
         "tpot_ratio": over_plain("Time per output token."),
         "quality": QUALITY,

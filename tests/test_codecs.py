@@ -263,6 +263,51 @@ def test_fp8_static_scales(torch) -> None:  # type: ignore[no-untyped-def]
     assert back[0, :, 0, 0].tolist() == [896.0, 448.0]
 
 
+@engine
+@pytest.mark.parametrize(("form", "name", "most"), [("e4m3", "fp8", 448.0), ("e5m2", "fp8_e5m2", 57344.0)])
+def test_fp8_scaled_by_its_first_tokens(torch, form, name, most) -> None:  # type: ignore[no-untyped-def]
+    """One scale for all of them and all that come later: the largest over the largest number; NaN and Inf say nothing."""
+    x = sample(torch, 2, 64, 5) * 1e5
+    top = float(x.abs().max())
+    spoilt = x.clone()
+    spoilt[0, 0, 0, :2] = torch.tensor([math.inf, math.nan])
+    kernel = Fp8(name, form=form, calibrated=True).kernel()
+    back = kernel.decode(kernel.encode(spoilt), torch.float32, 64)
+    assert kernel.scale.shape == (1,)
+    assert kernel.scale.dtype == torch.float32
+    assert float(kernel.scale) == pytest.approx(top / most)
+    # Half of the last of 3 or 2 bits behind the point, and what is lost in the smallest numbers.
+    assert ((back - x).abs() <= x.abs() / (16 if form == "e4m3" else 8) + top / most * 2.0**-9)[~(spoilt != x)].all()
+    assert float(back[0, 0, 0, 0]) == pytest.approx(top)
+    assert back[0, 0, 0, 1].isnan()
+    later = kernel.decode(kernel.encode(torch.full((1, 1, 1, 64), 2 * top)), torch.float32, 64)
+    assert later.unique().tolist() == [pytest.approx(top)]
+
+
+@engine
+def test_fp8_scaled_of_nothing(torch) -> None:  # type: ignore[no-untyped-def]
+    kernel = Fp8("fp8", calibrated=True).kernel()
+    assert kernel.decode(kernel.encode(torch.zeros(1, 2, 0, 64)), torch.float32, 64).shape == (1, 2, 0, 64)
+    assert kernel.scale is None
+    assert not kernel.decode(kernel.encode(torch.zeros(1, 2, 3, 64)), torch.float32, 64).any()
+    one = kernel.decode(kernel.encode(torch.ones(1, 2, 3, 64)), torch.float32, 64)
+    assert one.unique().tolist() == [1.0]
+
+
+@engine
+@pytest.mark.parametrize(
+    ("form", "values", "largest"), [("e4m3", (1e3, -448, 440, 400), 3), ("e5m2", (1e6, -57344, 57000, 40000), 3)]
+)
+def test_what_a_plain_cast_cannot_hold(torch, form, values, largest) -> None:  # type: ignore[no-untyped-def]
+    """440 of e4m3 lies nearer to 448 than to 416, 57,000 of e5m2 to 57,344 than to 49,152."""
+    from kvctl.techniques.codecs.float_kernels import at_ends
+
+    (packed,) = (
+        Fp8("fp8", form=form).kernel().encode(torch.tensor([*values, 1e-9, -1e-9, 0.0, math.nan]).view(1, 1, 1, 8))
+    )
+    assert at_ends(packed, form) == (largest, 3)
+
+
 # ---- small floats: every value from its definition
 
 

@@ -54,11 +54,11 @@ def test_they_are_not_among_all() -> None:
 
 
 @pytest.mark.parametrize(("text", "part"), [
-    ("hf:int4", "hf:int4 is no quantized cache of transformers"), ("hf", "hf: is no quantized cache"),
+    ("hf:int4", "hf:int4 is no quantized cache of transformers"),
     ("hf:quanto-int8", "hf:quanto-int8 is no quantized cache"), ("hf:quanto-int4:axis=2", "hf:quanto-int4:axis=2 is not known"),
     ("hf:quanto-int4:group=0", "hf:quanto-int4:group=0 is too small"), ("hf:fp8:group=32", "hf:fp8: 'group' is not known here"),
     ("hf:quanto-int4+streaming-llm:32", "hf:quanto-int4 is a whole cache by itself"), ("int8+hf:fp8", "hf:fp8 is a whole cache by itself"),
-    ("kvpress", "kvpress: is no press"), ("kvpress:0.5", "kvpress:0.5 is no press"),
+    ("kvpress", "kvpress: which of its presses is not said"), ("hf", "hf: which quantized cache of transformers is not said"), ("kvpress:0.5", "kvpress:0.5 is no press"),
     ("kvpress:SnapKVPress:1", "'1' is no compression ratio"), ("kvpress:SnapKVPress:1/2", "'1/2' is no compression ratio"),
     ("kvpress:SnapKVPress:half", "'half' is no compression ratio"), ("kvpress:SnapKVPress:0.5:0.6", "'0.6' is not known here"),
     ("h2o:32+kvpress:TOVAPress:0.5", "kvpress:TOVAPress is a whole cache by itself"),

@@ -313,6 +313,19 @@ class SlowWindow(Rule):
         return set(places[-target:])
 
 
+class SlowStreaming(Rule):
+    """The first tokens of the text and the newest."""
+
+    def __init__(self, sinks: int = 4) -> None:
+        self.sinks = sinks
+
+    def see(self, text: Text, held: Held, probabilities: Probabilities, first: int, new: int) -> None:
+        pass
+
+    def stay(self, head: int, places: list[int], target: int) -> set[int]:
+        return set(places[: self.sinks]) | set(places[len(places) - target + self.sinks :])
+
+
 def tokens(budget: int) -> Callable[[int, int], int]:
     return lambda seen, _: min(seen, budget)
 
@@ -361,11 +374,13 @@ CASES: dict[str, tuple[Callable[[], Rule], Callable[[int, int], int]]] = {
     ),
     "knorm:9": (SlowKeyNorm, tokens(9)),
     "knorm:0.5:sinks=3": (lambda: SlowKeyNorm(3), share(1, 2, least=4)),
+    "streaming-llm:9:positions=text": (SlowStreaming, tokens(9)),
+    "streaming-llm:0.5:sinks=2:positions=text": (lambda: SlowStreaming(2), share(1, 2, least=3)),
     "window:9": (SlowWindow, tokens(9)),
     "window:0.5": (SlowWindow, share(1, 2)),
 }
 RAGGED = ["h2o:12", "scissorhands:16:recent=2", "h2o:13:recent=3:sinks=2", "tova:9", "tova:9:heads=group:sinks=2", "snapkv:12:window=4:sinks=2",
-          "snapkv:12:window=8:pool=max", "knorm:9:sinks=2", "window:9",
+          "snapkv:12:window=8:pool=max", "knorm:9:sinks=2", "window:9", "streaming-llm:12:positions=text", "streaming-llm:12:sinks=1:positions=text",
           "expected-attention:12:future=16"]  # fmt: skip
 """Of a share a padded sequence keeps as many as the others: it has room for more than alone."""
 STATE = {"h2o:12": "sums", "scissorhands:12:recent=2": "counts", "random:12": "drawn"}
@@ -430,7 +445,10 @@ def test_more_padding_than_the_budget(technique: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("keep", ["h2o:16:sinks=2", "tova:16:sinks=2", "snapkv:16:window=4:sinks=2"])
+@pytest.mark.parametrize(
+    "keep",
+    ["h2o:16:sinks=2", "tova:16:sinks=2", "snapkv:16:window=4:sinks=2", "streaming-llm:16:sinks=2:positions=text"],
+)
 @pytest.mark.parametrize("pads", [1, 8, 30])
 def test_padding_where_first_tokens_are_not_packed(keep: str, pads: int) -> None:
     """The places of unpacked tokens stay, with padding in them; the text's own first tokens and its newest stay too."""

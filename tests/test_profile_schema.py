@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from test_schema import load, undescribed
 
 from kvctl.hardware.device import Device, Readings
-from kvctl.measure.assessed import AssessAsked, Assessed, Assessment, Bounds, Greedy, Recall
+from kvctl.measure.assessed import AssessAsked, Assessed, Assessment, Bounds, Ends, Greedy, Recall
 from kvctl.measure.environment import environment
 from kvctl.measure.fits import lines_of
 from kvctl.measure.machine import Gpu, Holder, look
@@ -95,7 +95,7 @@ def assessment() -> Assessment:
     estimate = Estimate(0.5, 0.1, 0.05)
     found = Quality(1536, 6, 20, "blocks", 20.0, 20.1, estimate, estimate, 0.4, Estimate(0.99, 0.002, 0.001))
     row = Assessed("int4", ("int4: …",), 576, 900, 900, 3200, 4096, Ratio(1.1, 1.0, 1.2, "pairs"), Ratio(1.2, 1.1, 1.3, "pairs"), found,
-                   Greedy(20.5, 32, 6), Recall((0.0, 1.0), (2, 1), 2), ("fp8",), True, None)  # fmt: skip
+                   Greedy(20.5, 32, 6), Recall((0.0, 1.0), (2, 1), 2), ("fp8",), True, None, Ends(1000, 3, 60))  # fmt: skip
     broken = Assessed("int2", ("int2: …",), 576, error="out of memory")
     return Assessment(
         (row, broken),

@@ -48,16 +48,18 @@ def folder(tmp_path: Path) -> str:
 @pytest.mark.engine
 def test_bytes_are_those_of_the_definition(folder: str, tmp_path: Path) -> None:
     kept = tmp_path / "run.json"
-    made = profiled(folder, "--weights", "random", "--technique", "int8,int4+streaming-llm:32,h2o:32", "--ctx", "60", "--decode", "5",
+    made = profiled(folder, "--weights", "random", "--technique", "int8,int4+streaming-llm:32,h2o:32,fp8,fp8:scaled", "--ctx", "60", "--decode", "5",
                     "--repeat", "1", "--check", "--save", str(kept))  # fmt: skip
     found = made["techniques"]
     assert made["agrees"] is True
     # 2 layers, keys and values of 2 heads of 64 in fp32, 65 tokens; 68 and 36 bytes a head; 32 tokens and a score of 4 bytes for each.
     assert {row["name"]: row["kv_bytes"] for row in found["rows"]} == {
         "plain": 2 * 2 * 2 * 64 * 4 * 65, "int8": 2 * 2 * 2 * 68 * 65, "int4+streaming-llm:32": 2 * 2 * 2 * 36 * 32,
-        "h2o:32": 2 * (2 * 2 * 64 * 4 * 32 + 2 * 4 * 32),
+        "h2o:32": 2 * (2 * 2 * 64 * 4 * 32 + 2 * 4 * 32), "fp8": 2 * 2 * 2 * 64 * 65, "fp8:scaled": 2 * 2 * (2 * 64 * 65 + 4),
     }  # fmt: skip
-    assert [row["tpot_ratio"] is None for row in found["rows"]] == [True, False, False, False]
+    assert [row["tpot_ratio"] is None for row in found["rows"]] == [True, *[False] * 5]
+    ends = {row["name"]: row["ends"] for row in found["rows"] if row["ends"] is not None}
+    assert {name: (one["elements"], one["largest"]) for name, one in ends.items()} == {"fp8": (2 * 2 * 2 * 64 * 65, 0)}
     assert all(row["quality"] is None for row in found["rows"])  # random weights have no tokenizer
     assert load_saved(str(kept)).report.techniques.to_dict() == json.loads(kept.read_text())["techniques"]
 

@@ -147,8 +147,10 @@ def test_engines_and_their_formats(kvctl: Run) -> None:
         kvctl, "Llama-2-7b-hf", "--ctx", "4k", "--what-if", "gqa:8", "--engine", "llama.cpp", "--kv-dtype", "q8_0"
     )
     assert found["gqa:8"]["allocation"]["reserved_bytes"] == 8 * head * 34 // 32
+    # vLLM with VLLM_MLA_DISABLE=1: DeepseekV2Attention pads values of 128 to the 192 of keys, and its Attention has heads of 192.
     found = asked(kvctl, "DeepSeek-V3", "--ctx", "4k", "--what-if", "mha", "--engine", "vllm")
-    assert found["mha"]["allocation"]["reserved_bytes"] == 61 * 128 * (192 + 128) * 2 * 4096
+    assert found["mha"]["allocation"]["reserved_bytes"] == 61 * 128 * (192 + 192) * 2 * 4096
+    assert any("pads values to the width of keys" in note for note in found["mha"]["model"]["notes"])
 
 
 def test_engines_side_by_side(kvctl: Run) -> None:
@@ -169,7 +171,9 @@ def test_techniques_of_another_structure(kvctl: Run) -> None:
         for technique, part in (("plain", 128), ("int8", 68), ("int4", 36))
     ]
     refused = kvctl("size", "Llama-2-7b-hf", "--ctx", "4k", "--what-if", "mla:512+64", "--technique", "int8")
-    assert "keeps latents: int8 works on keys and values of heads" in refused.err
+    assert "if mla:512+64, int8: keeps latents: int8 works on keys and values of heads" not in refused.err
+    (line,) = (line for line in refused.out.splitlines() if "if mla:512+64, int8" in line)
+    assert "int8 works on keys and values of heads" in line
 
 
 def test_on_a_gpu_more_requests_fit(kvctl: Run) -> None:
@@ -209,6 +213,58 @@ def test_how_it_is_written_down(kvctl: Run) -> None:
     assert "Llama-2-7b-hf if gqa:8, layer by layer" in made.out
 
 
+@pytest.mark.parametrize("rules", ["llama.cpp", "sglang"])
+def test_an_engine_that_cannot_hold_one_of_them(kvctl: Run, rules: str) -> None:
+    """Why, in the place of its row; the others stay."""
+    argv = ("size", "Qwen3-8B", "--ctx", "8k", "--what-if", "mla:512+64,mqa", "--engine", rules)
+    made = kvctl(*argv)
+    assert made.code == 0
+    names = [line for line in made.out.splitlines() if line.startswith("Qwen3-8B")]
+    assert [name.split("  ")[0] for name in names] == [
+        "Qwen3-8B as it is", next(name for name in names if "mla" in name), "Qwen3-8B if mqa",
+    ]  # fmt: skip
+    assert names[1].startswith("Qwen3-8B if mla:512+64: kvctl does not know how")
+    assert "8.00x smaller" in names[2]
+    document = kvctl(*argv, "--json").json
+    assert [one["what_if"] for one in document["results"]] == [None, "mqa"]
+    (why,) = document["refused"]
+    assert why.startswith("Qwen/Qwen3-8B if mla:512+64: kvctl does not know how")
+    lines = kvctl(*argv, "-f", "md").out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| Qwen/Qwen3-8B", "| Qwen/Qwen3-8B if mla:512+64", "| Qwen/Qwen3-8B if mqa",
+    ]  # fmt: skip
+    assert len({line.count(" | ") for line in lines[2:]}) == 1
+    assert "no answer for: Qwen/Qwen3-8B if mla:512+64" in kvctl(*argv, "-f", "csv").err
+    # Alone, beside the model's own.
+    made = kvctl("size", "DeepSeek-V3.2", "--ctx", "8k", "--what-if", "mha", "--engine", "vllm")
+    assert "DeepSeek-V3.2 if mha: vLLM picks tokens by an indexer from latents alone" in made.out
+    made = kvctl("size", "Qwen3-8B", "--ctx", "8k", "--what-if", "mla:512+64", "--engine", rules)
+    assert made.code == 0
+    assert "Qwen3-8B as it is" in made.out
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_comparison_on_a_gpu_fits_a_terminal(kvctl: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    made = kvctl(
+        "size",
+        "DeepSeek-V3",
+        "--ctx",
+        "32k",
+        "--what-if",
+        "mha,mla:256+32",
+        "--gpu",
+        "8xH200",
+        "--engine",
+        "vllm",
+        "-q",
+    )
+    assert max(map(len, made.out.splitlines())) <= columns
+    assert made.out.count("DeepSeek-V3 if mha") == (2 if columns == 80 else 1)
+    for name in ("KV cache", "weights", "fits", "headroom", "longest", "at once", "beside its own"):
+        assert made.out.count(name) == 1
+
+
 def test_a_curve_for_each(kvctl: Run, tmp_path: Any) -> None:
     picture = tmp_path / "curves.svg"
     assert kvctl("size", "Qwen3-8B", "--ctx", "32k", "--what-if", "mha,mqa", "--plot", str(picture)).code == 0
@@ -220,7 +276,7 @@ def test_a_curve_for_each(kvctl: Run, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["gpa", "gqa", "gqa:", "gqa:0", "gqa:-1", "gqa:8+1", "gqa:x", "mla", "mla:512", "mla:0+64", "mla:512+", "mha:8",
-                                  "gqa:99999999999", "gqa:٣", "mla:512+64+1"])  # fmt: skip
+                                  "gqa:" + "9" * 30, "mla:9999999+64", "gqa:٣", "mla:512+64+1"])  # fmt: skip
 def test_what_is_no_structure(text: str) -> None:
     with pytest.raises(UsageError, match="is no structure"):
         parse(text)
@@ -234,6 +290,7 @@ def test_lists() -> None:
 
 @pytest.mark.parametrize(("argv", "part", "code"), [
     (["Llama-2-7b-hf", "--what-if", "gqa:7"], "has 32 query heads, which 7 KV heads cannot share evenly", 2),
+    (["Llama-2-7b-hf", "--what-if", "gqa:4294967296"], "has 32 query heads, which 4,294,967,296 KV heads cannot share evenly\nhint: one of 1, 2, 4, 8, 16, 32", 2),
     (["mamba-2.8b-hf", "--what-if", "mqa"], "mqa is about keys and values of heads, and its cache has none", 1),
     (["DeepSeek-V4-Pro", "--what-if", "mha"], "mha is about keys and values of heads", 1),
     (["--layers", "4", "--kv-heads", "4", "--head-dim", "64", "--what-if", "gqa:2"], "how many query heads it has is not known", 1),

@@ -111,6 +111,7 @@ def test_what_is_no_technique(text: str, part: str) -> None:
     ("kivi4:residual=32", 100, 2 * (64 * 32 + 2 * 64 * 4 + 36 * 64 * 4) + 2 * (68 * (32 + 2 * 4) + 32 * 64 * 4)),
     ("q8_0", 100, 2 * 2 * 2 * 34 * 100),
     ("fp8", 100, 2 * 2 * 64 * 100),
+    ("int4:values=fp8", 100, 2 * (36 + 64) * 100),
     # The first 4 and the newest 12, whatever the length; a quarter of the tokens.
     ("streaming-llm:16", 100, 2 * 2 * 64 * 4 * 16),
     ("streaming-llm:0.25", 101, 2 * 2 * 64 * 4 * 26),
@@ -119,6 +120,15 @@ def test_what_is_no_technique(text: str, part: str) -> None:
 def test_bytes_by_hand(technique: str, tokens: int, each: int) -> None:
     assert predicted(technique, tokens) == LAYERS * each
     assert predicted(technique, tokens, batch=3) == 3 * LAYERS * each
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_scale_of_the_tensor_is_there_once(batch: int) -> None:
+    """4 bytes for the keys and 4 for the values of a layer, whatever the batch, from the first packed token on."""
+    assert predicted("fp8:scaled", 100, batch=batch) == LAYERS * (batch * 2 * 2 * 64 * 100 + 8)
+    assert predicted("fp8:scaled:values=int4", 100, batch=batch) == LAYERS * (batch * 2 * (64 + 36) * 100 + 4)
+    assert predicted("fp8:scaled:residual=100", 100, batch=batch) == LAYERS * batch * 2 * 2 * 64 * 4 * 100
+    assert predicted("fp8:scaled", 0, batch=batch) == 0
 
 
 def test_layers_that_no_technique_works_on() -> None:
@@ -133,7 +143,8 @@ def test_layers_that_no_technique_works_on() -> None:
 # -- real caches ------------------------------------------------------------------------------------------
 
 ALL = [kind.name for kind in TABLE if kind.in_all]  # gqa needs a number: test_convert.py
-MORE = ["int4:group=32", "int8:group=48", "int4:sym", "int4:residual=16:sinks=2", "kivi4:residual=8", "kivi2:group=16:residual=0", "int4:rotate",
+MORE = ["fp8:scaled", "fp8_e5m2:scaled:residual=5:sinks=2", "fp8:scaled:values=int4", "fp8:scaled:residual=12+h2o:12:recent=4", "fp8:scaled+streaming-llm:16",
+        "int4:group=32", "int8:group=48", "int4:sym", "int4:residual=16:sinks=2", "kivi4:residual=8", "kivi2:group=16:residual=0", "int4:rotate",
         "int4:rope=before", "q8_0:values=q4_0", "streaming-llm:16", "int8+streaming-llm:0.5", "int4:residual=4:sinks=2+streaming-llm:24",
         "streaming-llm:16:positions=text", "h2o:16", "h2o:16:recent=4:sinks=2:group=max", "int8:residual=4:sinks=2+h2o:0.5:sinks=2", "tova:16:heads=group:sinks=2", "snapkv:0.5:window=4:pool=max", "snapkv:40", "int8:residual=5+snapkv:0.5:window=4",
         "pyramidkv:0.5:window=4", "pyramidkv:24:window=4:beta=3", "int4:sinks=2+pyramidkv:24:window=4:sinks=2", "scissorhands:16", "scissorhands:21:drop=5:history=3:sinks=2", "int8:residual=5:sinks=1+scissorhands:32:sinks=1", "int8:residual=5+expected-attention:20", "q8_0+knorm:0.5", "int4:residual=7+random:0.5", "int8+window:16"]  # fmt: skip
@@ -314,6 +325,52 @@ def test_streaming_llm_against_its_definition(model: Any, positions: str) -> Non
     assert torch.allclose(ours[:, -1], plain[:, -1], atol=1e-4)
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("chunks", [(40, 1, 1), (24, *[1] * 18), (24, 10, 8)], ids=["prompt", "steps", "pieces"])
+@pytest.mark.parametrize("technique", ["streaming-llm:16", "streaming-llm:16:sinks=1", "streaming-llm:16:positions=text", "int8:residual=5+streaming-llm:16",
+                                       "int8:sinks=2+streaming-llm:20"])  # fmt: skip
+def test_first_tokens_are_none_of_the_padding(model: Any, technique: str, chunks: tuple[int, ...]) -> None:
+    """Each of a ragged batch as it is alone: its own first tokens stay, at their places before its newest."""
+    import torch
+
+    ids, pads = ids_of(3, 42), (15, 0, 21)
+    mask = torch.ones(3, 42, dtype=torch.long)
+    for row, count in enumerate(pads):
+        mask[row, :count] = 0
+    together, _ = run(model, parse(technique), ids, chunks, mask)
+    for row, count in enumerate(pads):
+        if "sinks=2" in technique and count:
+            continue  # the places of unpacked tokens hold padding: it has room for fewer than alone
+        own = torch.stack([ids[row, count:]])
+        alone, _ = run(model, parse(technique), own, (chunks[0] - count, *chunks[1:]))
+        # Behind padding keys are turned to other positions, and rounded to others of 256 steps.
+        assert torch.allclose(together[row, count:], alone[0], atol=2e-3 if "int8" in technique else 2e-5)
+
+
+@pytest.mark.engine
+def test_padded_sequences_move_with_their_first_tokens(model: Any) -> None:
+    """Two of a batch change places in the middle, and go on as they would have."""
+    import torch
+    from transformers import DynamicCache
+
+    from kvctl.techniques import attention
+    from kvctl.techniques.caches import equipped
+
+    technique, ids, mask = parse("streaming-llm:16"), ids_of(2, 43), torch.ones(2, 43, dtype=torch.long)
+    mask[0, :15] = 0
+    straight, _ = run(model, technique, ids, (42, 1), mask)
+    cache = equipped(DynamicCache(config=model.config), model, technique, range(LAYERS))
+    attention.install(model, technique.name)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids[:, :42], cache=cache, use_cache=True, attention_mask=mask[:, :42])
+            cache.reorder_cache(torch.tensor([1, 0]))
+            last = model(input_ids=ids.flip(0)[:, 42:], cache=cache, use_cache=True, attention_mask=mask.flip(0)).logits
+    finally:
+        attention.remove(model)
+    assert torch.allclose(last.flip(0)[:, 0], straight[:, 42], atol=2e-5)
+
+
 # -- kvctl size ---------------------------------------------------------------------------------------------
 
 
@@ -323,6 +380,15 @@ def test_size_says_what_a_technique_leaves(kvctl: Run) -> None:
     (result,) = document["results"]
     assert result["kv_bytes"] == 36 * 2 * 8 * 2 * (32 + 4) * 32768
     assert (result["technique"], result["k_dtype"]) == ("int4", "int4")
+
+
+def test_a_scale_for_each_head(kvctl: Run) -> None:
+    """Of 128 elements, for which the usual group is half: 64 bytes of codes and 4, beside 64 and 8."""
+    document = kvctl("size", "Qwen3-8B", "--ctx", "32k", "--technique", "int4,int4:group=0", "--json").json
+    assert [one["kv_bytes"] for one in document["results"][1:]] == [36 * 2 * 8 * each * 32768 for each in (72, 68)]
+    assert "`group=0`" in (Path(__file__).parents[1] / "docs" / "techniques.md").read_text("utf-8")
+    for command in ("size", "profile"):
+        assert "int4:group=0" in kvctl(command, "--help").out
 
 
 def test_several_stand_beside_the_plain_cache(kvctl: Run) -> None:

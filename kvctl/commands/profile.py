@@ -14,13 +14,12 @@ from kvctl.completing import (
     complete_devices,
     complete_dtypes,
     complete_models,
-    complete_output_formats,
     complete_profile_engines,
-    complete_sources,
     complete_techniques,
     complete_until,
     complete_weights,
 )
+from kvctl.options_shared import Format, Json, KDtype, Quiet, Revision, Set, Source, VDtype
 
 
 def profile(
@@ -131,28 +130,8 @@ def profile(
             autocompletion=complete_cache_formats,
         ),
     ] = "auto",
-    k_dtype: Annotated[
-        str,
-        typer.Option(
-            "--k-dtype",
-            "--cache-type-k",
-            "-ctk",
-            metavar="NAME",
-            help="Format of keys alone.",
-            autocompletion=complete_cache_formats,
-        ),
-    ] = "auto",
-    v_dtype: Annotated[
-        str,
-        typer.Option(
-            "--v-dtype",
-            "--cache-type-v",
-            "-ctv",
-            metavar="NAME",
-            help="Format of values alone.",
-            autocompletion=complete_cache_formats,
-        ),
-    ] = "auto",
+    k_dtype: KDtype = "auto",
+    v_dtype: VDtype = "auto",
     until_oom: Annotated[
         Optional[str],
         typer.Option(
@@ -211,29 +190,9 @@ def profile(
             show_default=False,
         ),
     ] = None,
-    set_: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="What if: replace a field of the configuration. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    source: Annotated[
-        Optional[str],
-        typer.Option(
-            "--source",
-            metavar="NAME",
-            help="Where to look: catalogue, cache (the Hub's, on this machine) or hub.",
-            autocompletion=complete_sources,
-            show_default=False,
-        ),
-    ] = None,
-    revision: Annotated[
-        Optional[str],
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False),
-    ] = None,
+    set_: Set = None,
+    source: Source = None,
+    revision: Revision = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option(
@@ -245,7 +204,7 @@ def profile(
         typer.Option(
             "--technique",
             metavar="NAME",
-            help="Measure caches that are quantized or evicted from beside the plain one: int8,int4,h2o:0.25, or all; + composes.",
+            help="Measure caches that are quantized or evicted from beside the plain one: int8,int4:group=0 (a scale for each head),h2o:0.25, or all; + composes.",
             autocompletion=complete_techniques,
             show_default=False,
         ),
@@ -332,14 +291,9 @@ def profile(
             show_default=False,
         ),
     ] = None,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format", "-f", metavar="FORMAT", help="table, json, csv or md.", autocompletion=complete_output_formats
-        ),
-    ] = "table",
-    json_: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes and warnings on stderr.")] = False,
+    format_: Format = "table",
+    json_: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure cache, memory and speed beside what is predicted.
 
@@ -385,10 +339,11 @@ def profile(
         decode=decode, prefill_chunk=prefill_chunk, repeat=repeat, prompt=prompt, seed=seed, ranks=ranks, until=until,
         overrides=set_ or [],
     )  # fmt: skip
-    techniques = options_techniques.read_techniques(
-        technique, alone=tp == 1 and until is None and layers is None and batch == "1", tokens=tokens, text=text,
-        max_ppl_increase=max_ppl_increase, min_top1=min_top1, best=best or None,
+    compared = options_techniques.read_techniques(
+        technique, max_ppl_increase, min_top1, best=best, tokens=tokens, text=text,
+        alone=tp == 1 and until is None and layers is None and batch == "1",
     )  # fmt: skip
+    techniques = compared.techniques
     sharing = read_sharing(
         shared_prefix, requests, block, ctx=ctx, decode=decode, repeat=repeat,
         alone=tp == 1 and until is None and layers is None and batch == "1" and prefill_chunk is None and plot is None
@@ -427,9 +382,7 @@ def profile(
             elif techniques:
                 from kvctl.measure.run import profile_techniques
 
-                asked = options_techniques.assess_asked(
-                    plan, tokens, max_ppl_increase, min_top1, drawn=plot is not None
-                )
+                asked = options_techniques.assess_asked(plan, compared, drawn=plot is not None)
                 report = profile_techniques(plan, techniques, asked, text, progress)
             else:
                 report = own.run(plan, ranks, until, limit, progress)
@@ -444,7 +397,7 @@ def profile(
     output_profile.emit_profile(report, form, earlier, quiet=quiet)
     if unsaved is not None:  # what took long to measure was printed all the same
         raise unsaved
-    if plot is not None and (report.points or report.techniques is not None):
+    if plot is not None and (report.points or (report.techniques is not None and report.techniques.rows)):
         output_profile.emit_plot(report, plot)
     if report.interrupted:
         raise KeyboardInterrupt

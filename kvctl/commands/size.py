@@ -13,13 +13,12 @@ from kvctl.completing import (
     complete_engines,
     complete_gpus,
     complete_models,
-    complete_output_formats,
     complete_solves,
-    complete_sources,
     complete_structures,
     complete_techniques,
     complete_workloads,
 )
+from kvctl.options_shared import Format, Json, KDtype, Quiet, Revision, Set, Source, VDtype
 from kvctl.units import MAX_TOKENS
 
 
@@ -69,28 +68,8 @@ def size(
             autocompletion=complete_cache_formats,
         ),
     ] = "auto",
-    k_dtype: Annotated[
-        str,
-        typer.Option(
-            "--k-dtype",
-            "--cache-type-k",
-            "-ctk",
-            metavar="NAME",
-            help="Format of keys and latents alone.",
-            autocompletion=complete_cache_formats,
-        ),
-    ] = "auto",
-    v_dtype: Annotated[
-        str,
-        typer.Option(
-            "--v-dtype",
-            "--cache-type-v",
-            "-ctv",
-            metavar="NAME",
-            help="Format of values alone.",
-            autocompletion=complete_cache_formats,
-        ),
-    ] = "auto",
+    k_dtype: KDtype = "auto",
+    v_dtype: VDtype = "auto",
     engine: Annotated[
         Optional[str],
         typer.Option(
@@ -270,7 +249,7 @@ def size(
         typer.Option(
             "--technique",
             metavar="NAME",
-            help="What if the cache were quantized or evicted from: int4, kivi2:residual=32, streaming-llm:0.25; + composes, commas compare. Repeatable.",
+            help="What if the cache were quantized or evicted from: int4, int4:group=0 (a scale for each head), kivi2:residual=32, streaming-llm:0.25; + composes, commas compare. Repeatable.",
             autocompletion=complete_techniques,
             show_default=False,
         ),
@@ -285,15 +264,7 @@ def size(
             show_default=False,
         ),
     ] = None,
-    set_: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="What if: replace a field of the configuration (dotted for nested ones). Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    set_: Set = None,
     layers: Annotated[
         Optional[int],
         typer.Option(
@@ -309,20 +280,8 @@ def size(
     head_dim: Annotated[
         Optional[int], typer.Option("--head-dim", metavar="N", help="Head width of a bare shape.", show_default=False)
     ] = None,
-    source: Annotated[
-        Optional[str],
-        typer.Option(
-            "--source",
-            metavar="NAME",
-            help="Where to look: catalogue, cache (the Hub's, on this machine) or hub. Default: a path, then the cache, the catalogue, the Hub.",
-            show_default=False,
-            autocompletion=complete_sources,
-        ),
-    ] = None,
-    revision: Annotated[
-        Optional[str],
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False),
-    ] = None,
+    source: Source = None,
+    revision: Revision = None,
     explain: Annotated[
         bool,
         typer.Option("--explain", "-e", help="Print the formula of every kind of layer with this model's numbers."),
@@ -330,14 +289,9 @@ def size(
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="List every layer (JSON and CSV: in layer order).")
     ] = False,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format", "-f", metavar="FORMAT", help="table, json, csv or md.", autocompletion=complete_output_formats
-        ),
-    ] = "table",
-    json_: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes and warnings on stderr.")] = False,
+    format_: Format = "table",
+    json_: Json = False,
+    quiet: Quiet = False,
     list_gpus: Annotated[
         bool, typer.Option("--list-gpus", help="List the GPUs that --gpu knows; MODEL is then a pattern.")
     ] = False,

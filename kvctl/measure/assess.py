@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvctl.engines import TRANSFORMERS
 from kvctl.errors import ConfigError, KvctlError, UsageError
-from kvctl.measure.assessed import AssessAsked, Assessed, Assessment, ranked
-from kvctl.measure.cache import ModuleStates, walk
-from kvctl.measure.devices import synchronizer, watch_all
+from kvctl.measure.assessed import AssessAsked, Assessed, Assessment, Ends, ranked
+from kvctl.measure.devices import synchronizer
 from kvctl.measure.faults import first_line
 from kvctl.measure.generation import Needles, Reading, continued, greedy
 from kvctl.measure.memory import is_out_of_memory, shortage
 from kvctl.measure.passes import Passes
+from kvctl.measure.points import observed
 from kvctl.measure.statistics import Sample, ratio
 from kvctl.size import SizePlan, size
 from kvctl.techniques import PLAIN
+from kvctl.techniques.codecs import Fp8
 from kvctl.techniques.states import Compressed, applied
 from kvctl.units import plural
 
@@ -149,19 +150,13 @@ class _Run:
         row = Assessed(technique.name, technique.papers, total)
         self.now.say(f"{technique.name}: bytes")
         self._use(technique)
-        states = ModuleStates(self.loaded.model)
         try:
             # What is loaded at its first use is no memory of the cache.
             passes.begin(1)
             passes.feed(passes.prefill(self._ids()[:, :_WARM]).argmax(-1, keepdim=True))
             passes.drop()
-            with watch_all(self.loaded.devices) as watcher:
-                passes.begin(1)
-                token = passes.prefill(self._ids()).argmax(-1, keepdim=True)
-                for _ in range(asked.decode):
-                    token = passes.feed(token).argmax(-1, keepdim=True)
-                held = walk(passes.cache, states.found(1))
-                watcher.settle()
+            (*_, held), use = observed(passes, self.loaded.devices, self._ids(), asked.decode)
+            row = row.replace(ends=_ends(passes.cache, technique))
         except KvctlError:
             raise
         except Exception as error:
@@ -172,9 +167,11 @@ class _Run:
         finally:
             passes.drop()
         predicted = size(self.specs[technique.name], total, self.plan).kv_bytes if technique.predicted else None
-        use = watcher.use
         working = None if use is None else max(use.peak_bytes - use.before_bytes - held.logical_bytes, 0)
-        return row.replace(kv_bytes=held.logical_bytes, predicted_bytes=predicted, working_bytes=working)
+        plain = held.logical_bytes if technique == PLAIN else self.rows[PLAIN.name].kv_bytes
+        return row.replace(
+            kv_bytes=held.logical_bytes, predicted_bytes=predicted, plain_bytes=plain, working_bytes=working
+        )
 
     # -- speed ----------------------------------------------------------------------------------
 
@@ -199,7 +196,6 @@ class _Run:
                 first[technique.name].append(times.ttft)
                 steps[technique.name].append(times.steps)
         for technique in able:
-            self._keep(technique, plain_bytes=self.rows[plain].kv_bytes)
             if technique.plain or not first[plain]:
                 continue
             ttft = ratio(Sample(tuple(first[technique.name])), Sample(tuple(first[plain])), paired=True)
@@ -283,6 +279,20 @@ class _Run:
             out.append(passes.logits(ids[:, start:end]))
         passes.drop()
         return torch.cat(out, dim=1)
+
+
+def _ends(cache: Any, technique: Technique) -> Ends | None:
+    """What 8-bit floats without a scale could not hold; None for other formats."""
+    found = []
+    for half, rows in ((technique.store.keys, "key_rows"), (technique.store.values, "value_rows")):
+        codec = half.codec
+        if isinstance(codec, Fp8) and not codec.calibrated:
+            from kvctl.techniques.codecs.float_kernels import at_ends
+
+            layers = (getattr(layer, rows, None) for layer in getattr(cache, "self_attention_cache", cache).layers)
+            packed = [held.parts[0] for held in layers if held is not None and held.parts]
+            found += [(part.numel(), *at_ends(part, codec.form)) for part in packed]
+    return Ends(*(sum(column) for column in zip(*found, strict=True))) if found else None
 
 
 def _step(technique: Technique) -> int:

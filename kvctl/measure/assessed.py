@@ -138,6 +138,19 @@ class Recall(Record):
         return {"found": sum(self.found), "of": self.of * len(self.depths), "by_depth": by_depth}
 
 
+class Ends(Record):
+    """Elements that 8-bit floats without a scale cannot hold: packed ones of keys and values in all layers."""
+
+    elements: int
+    largest: int
+    """Stored as the largest number of the format."""
+    zero: int
+    """Stored as zero."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+
 class Assessed(Record):
     """One technique."""
 
@@ -164,6 +177,8 @@ class Assessed(Record):
     pareto: bool = False
     """Whether no other is as good in fewer bytes, or better in as many."""
     error: str | None = None
+    ends: Ends | None = None
+    """Of 8-bit floats without a scale."""
 
     @property
     def agrees(self) -> bool | None:
@@ -189,7 +204,7 @@ class Assessed(Record):
         return {
             "name": self.name, "papers": list(self.papers), "tokens": self.tokens, "kv_bytes": self.kv_bytes,
             "predicted_bytes": self.predicted_bytes, "agrees": self.agrees, "plain_bytes": self.plain_bytes, "ratio": self.ratio,
-            "working_bytes": self.working_bytes,
+            "working_bytes": self.working_bytes, "ends": None if self.ends is None else self.ends.to_dict(),
             "ttft_ratio": None if self.ttft is None else self.ttft.to_dict(),
             "tpot_ratio": None if self.tpot is None else self.tpot.to_dict(),
             "quality": None if self.quality is None else self.quality.to_dict(),

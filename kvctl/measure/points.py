@@ -18,7 +18,7 @@ from kvctl.measure.limits import limits_of
 from kvctl.measure.loaded import Loaded
 from kvctl.measure.memory import give_back, is_out_of_memory, shortage
 from kvctl.measure.passes import Passes
-from kvctl.measure.report import CacheRow, Point, ScaledTimes, Work
+from kvctl.measure.report import CacheRow, MemoryUse, Point, ScaledTimes, Work
 from kvctl.measure.statistics import Sample
 from kvctl.measure.thin import Thinned
 from kvctl.measure.work import WorkCounter
@@ -138,6 +138,31 @@ def measure(
     return run.others.share
 
 
+def likeliest(logits: Any, _phase: str) -> Any:
+    """The token that comes next."""
+    return logits.argmax(-1, keepdim=True)
+
+
+def observed(
+    passes: Passes, devices: Sequence[str], ids: Any, decode: int, chunk: int | None = None,
+    token_of: Callable[[Any, str], Any] = likeliest, step_done: Callable[[], None] = lambda: None,
+) -> tuple[list[CacheBytes], MemoryUse | None]:  # fmt: skip
+    """One plain run: its cache after the prompt, and after so many tokens more if there are any, and what memory it took. The
+    cache is still there then."""
+    states, batch = ModuleStates(passes.model), ids.shape[0]
+    with watch_all(tuple(devices)) as watcher:
+        passes.begin(batch)
+        token = token_of(passes.prefill(ids, chunk), "prefill")
+        held = [walk(passes.cache, states.found(batch))]
+        for _ in range(decode):
+            token = token_of(passes.feed(token), "decode")
+            step_done()
+        if decode:
+            held.append(walk(passes.cache, states.found(batch)))
+        watcher.settle()
+    return held, watcher.use
+
+
 def _cannot_run(loaded: Loaded, error: Exception) -> KvctlError:
     return KvctlError(f"{loaded.spec.id}: {type(loaded.model).__name__} cannot be run on text alone: {first_line(error)}",
                       hint="KVCTL_DEBUG=1 shows where; kvctl size MODEL --engine transformers predicts its cache")  # fmt: skip
@@ -206,23 +231,13 @@ class _Run:
 
     def _observed(self, ids: Any, point: Point) -> Point:
         """Cache and memory of one plain run, which also warms everything up; its time does not count."""
-        passes, batch, decode = self.passes, ids.shape[0], self.asked.decode
-        states = ModuleStates(self.loaded.model)
-        rows = []
-        with watch_all(self.devices) as watcher:
-            passes.begin(batch)
-            token = self._next(passes.prefill(ids, self.asked.prefill_chunk), "prefill")
-            self._held = walk(passes.cache, states.found(batch))
-            rows.append(self._row("prefill", point.context, batch))
-            for _ in range(decode):
-                token = self._next(passes.feed(token), "decode")
-                self._step()
-            if decode:
-                self._held = walk(passes.cache, states.found(batch))
-                rows.append(self._row("decode", point.context + decode, batch))
-            watcher.settle()
-        passes.drop()
-        return point.replace(cache=tuple(rows), memory=watcher.use)
+        asked, batch = self.asked, ids.shape[0]
+        held, use = observed(self.passes, self.devices, ids, asked.decode, asked.prefill_chunk, self._next, self._step)
+        self.passes.drop()
+        self._held = held[-1]
+        phases = (("prefill", point.context), ("decode", point.context + asked.decode))
+        rows = [self._row(cache, phase, tokens, batch) for cache, (phase, tokens) in zip(held, phases, strict=False)]
+        return point.replace(cache=tuple(rows), memory=use)
 
     def _next(self, logits: Any, phase: str) -> Any:
         """The likeliest token; a model that computes no numbers is not one to be timed."""
@@ -250,8 +265,8 @@ class _Run:
         cache = sum(row.logical_bytes for row in point.cache) // len(point.cache)
         return Work(prefill.flops, step.flops, step.weight_bytes + cache)
 
-    def _row(self, phase: str, tokens: int, batch: int) -> CacheRow:
-        held, predicted = self._held, self.predictor.bytes(tokens, batch)
+    def _row(self, held: CacheBytes, phase: str, tokens: int, batch: int) -> CacheRow:
+        predicted = self.predictor.bytes(tokens, batch)
         return CacheRow(phase, tokens, held.logical_bytes, held.storage_bytes, predicted, tensors=len(held.tensors))
 
     def _scaled(self, ids: Any, point: Point, thinned: Thinned) -> ScaledTimes:

@@ -286,8 +286,7 @@ def _report(plan: ProfilePlan, team: _Team, nnodes: int) -> ProfileReport:
             raise team.failure
         warnings.append(team.failure.message)
         points += _not_measured(plan, points, team)
-    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
-    report = report_of(plan, question.dtype, None)
+    report = report_of(plan)
     loaded = team.loaded
     settings = dict(loaded.settings if loaded is not None else report.settings)
     settings |= {"device": plan.wanted.device, "tensor_parallel": team.world, "nodes": nnodes,
@@ -301,7 +300,7 @@ def _report(plan: ProfilePlan, team: _Team, nnodes: int) -> ProfileReport:
         ranks=team.world,
         notes=(*(loaded.notes if loaded is not None else ()), *team.notes,
                f"{plural(team.world, 'rank')}: times and memory are those of the first, the cache that of each"),
-        warnings=(*question.warnings, *warnings),
+        warnings=(*report.warnings, *warnings),
         interrupted=team.interrupted,
     )  # fmt: skip
 

@@ -314,7 +314,7 @@ class ProfileReport(Record):
         """Whether there is anything to keep of an interrupted run: points, techniques, or tries."""
         return (
             bool(self.points)
-            or self.techniques is not None
+            or (self.techniques is not None and bool(self.techniques.rows))
             or (self.sharing is not None and self.sharing.agrees is not None)
             or (self.until_oom is not None and bool(self.until_oom.tries))
         )

@@ -124,6 +124,13 @@ def ready(plan: ProfilePlan, now: Now) -> Ready:
     return Ready(loaded, dtype, tokens, rates, tuple(notes))
 
 
+def _begun(plan: ProfilePlan, now: Now) -> Ready:
+    """As `ready`, on as many threads as there are cores."""
+    notes = _threads()
+    model = ready(plan, now)
+    return model.replace(notes=(*notes, *model.notes))
+
+
 def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
     """Load the model and measure every point; on Ctrl-C what is complete is in the report, which says so.
 
@@ -135,35 +142,27 @@ def profile(plan: ProfilePlan, progress: Progress) -> ProfileReport:
     from kvctl.measure.hush import quiet, slow_kernels
     from kvctl.measure.points import check_lengths, measure
 
-    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
     check_lengths(plan.spec, plan.asked)
     points: list[Point] = []
     notes: list[str] = []
-    warnings = list(question.warnings)
+    warnings: list[str] = []
     interrupted = False
-    loaded = None
+    model = None
 
     def done(point: Point) -> None:
         points.append(point)
         progress.done(point)
 
     try:
-        _threads(notes)
-        model = ready(plan, progress.now)
-        loaded = model.loaded
-        notes += model.notes
+        model = _begun(plan, progress.now)
         with quiet() as said:
-            others = measure(loaded, plan.asked, model.dtype, model.tokens, model.rates, progress.now, done)
-        notes += slow_kernels(said)
-        warnings += _busy(others)
+            others = measure(model.loaded, plan.asked, model.dtype, model.tokens, model.rates, progress.now, done)
+        notes = slow_kernels(said)
+        warnings = _busy(others)
     except KeyboardInterrupt:
         interrupted = True
-    return report_of(plan, question.dtype, loaded).replace(
-        points=tuple(points),
-        lines=lines_of(points),
-        notes=tuple(notes),
-        warnings=tuple(warnings),
-        interrupted=interrupted,
+    return report_of(plan, model, notes, warnings).replace(
+        points=tuple(points), lines=lines_of(points), interrupted=interrupted
     )
 
 
@@ -181,17 +180,13 @@ def profile_techniques(
     from kvctl.measure.hush import quiet
     from kvctl.measure.points import check_lengths
 
-    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
     check_lengths(plan.spec, plan.asked.replace(contexts=(asked.context,)))
-    notes: list[str] = []
-    _threads(notes)
     for one in techniques:
         if one.foreign is not None:
             with quiet():
                 need(one.foreign)
-    model = ready(plan.replace(limits=False), progress.now)
-    notes += model.notes
-    ids = None
+    model = _begun(plan.replace(limits=False), progress.now)
+    notes, ids = list[str](), None
     if model.loaded.tokenizer_path is not None:
         ids = reading("english" if text is None else text, model.loaded, plan, read_text(text, "--text"))
     elif text is not None:
@@ -201,9 +196,8 @@ def profile_techniques(
     with quiet():
         found = assess(model.loaded, techniques, asked, model.dtype, model.tokens, ids, progress.now,
                        lambda row: progress.now.stage(row.words))  # fmt: skip
-    return report_of(plan, question.dtype, model.loaded).replace(
-        techniques=found, notes=(*notes, *found.left), warnings=question.warnings, interrupted=found.interrupted
-    )
+    report = report_of(plan, model, [*notes, *found.left])
+    return report.replace(techniques=found, interrupted=found.interrupted)
 
 
 def profile_sharing(plan: ProfilePlan, asked: SharingAsked, progress: Progress) -> ProfileReport:
@@ -217,18 +211,13 @@ def profile_sharing(plan: ProfilePlan, asked: SharingAsked, progress: Progress) 
     from kvctl.measure.sharing import paged_model, share
     from kvctl.techniques import parse
 
-    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
     paged_model(plan.spec, parse("paged"))  # before anything is loaded
-    notes: list[str] = []
-    _threads(notes)
-    model = ready(plan.replace(limits=False), progress.now)
+    model = _begun(plan.replace(limits=False), progress.now)
     others = Others()
     with quiet(), others.counting():
         found = share(model.loaded, asked, model.dtype, model.tokens, progress.now)
-    return report_of(plan, question.dtype, model.loaded).replace(
-        sharing=found, notes=(*notes, *model.notes), warnings=(*question.warnings, *_busy(others.share)),
-        interrupted=found.interrupted,
-    )  # fmt: skip
+    report = report_of(plan, model, warnings=_busy(others.share))
+    return report.replace(sharing=found, interrupted=found.interrupted)
 
 
 def _busy(others: float | None) -> list[str]:
@@ -239,28 +228,28 @@ def _busy(others: float | None) -> list[str]:
             "and vary more than on an idle machine"]  # fmt: skip
 
 
-def unmeasured(plan: ProfilePlan) -> ProfileReport:
-    """The report of a run that did not come to measuring points."""
-    return report_of(plan, prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype)).dtype, None)
-
-
-def report_of(plan: ProfilePlan, dtype: DType, loaded: Loaded | None) -> ProfileReport:
-    """The report of a run before any point: which model, how and where."""
+def report_of(
+    plan: ProfilePlan, model: Ready | None = None, notes: Sequence[str] = (), warnings: Sequence[str] = ()
+) -> ProfileReport:
+    """The report of a run before anything is measured: which model, how and where."""
     from kvctl.measure.environment import environment
 
-    result = size(plan.spec, max(plan.asked.contexts), SizePlan(TRANSFORMERS, dtype=dtype))
+    question = prepare(plan.spec, SizePlan(TRANSFORMERS, dtype=plan.wanted.dtype))
+    result = size(plan.spec, max(plan.asked.contexts), SizePlan(TRANSFORMERS, dtype=question.dtype))
     return ProfileReport(
         model=result.model,
         engine="transformers",
         engine_version=_version("transformers"),
-        dtype=dtype.name,
+        dtype=question.dtype.name,
         weights=result.weights,
-        settings=settings_of(plan, loaded),
+        settings=settings_of(plan, None if model is None else model.loaded),
         environment=environment(plan.wanted.device),
+        notes=(*(() if model is None else model.notes), *notes),
+        warnings=(*question.warnings, *warnings),
     )
 
 
-def _threads(notes: list[str]) -> None:
+def _threads() -> list[str]:
     """As many threads as there are cores to use: torch counts those that a container's quota takes away."""
     import os
 
@@ -268,11 +257,11 @@ def _threads(notes: list[str]) -> None:
 
     from kvctl.hardware.cpu import read_cpu
 
-    usable = read_cpu().usable_cores
-    if usable and usable < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
-        notes.append(f"{torch.get_num_threads()} threads of torch on {plural(usable, 'core')} would wait for one another: "
-                     f"{usable} are used")  # fmt: skip
-        torch.set_num_threads(usable)
+    usable, now = read_cpu().usable_cores, torch.get_num_threads()
+    if not usable or usable >= now or "OMP_NUM_THREADS" in os.environ:
+        return []
+    torch.set_num_threads(usable)
+    return [f"{now} threads of torch on {plural(usable, 'core')} would wait for one another: {usable} are used"]
 
 
 def settings_of(plan: ProfilePlan, loaded: Loaded | None) -> dict[str, Any]:

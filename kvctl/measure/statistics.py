@@ -153,8 +153,8 @@ def ratio(a: Sample, b: Sample, *, paired: bool = False) -> Ratio:
     if paired:
         ones, others = _medians(a), _medians(b)
         logs = [math.log(one / other) for one, other in zip(ones, others, strict=True)]
-        if len(logs) == 1:
-            return Ratio(math.exp(logs[0]), None, None, "pairs")
+        if len(logs) < _ENOUGH_REPEATS:
+            return Ratio(math.exp(math.fsum(logs) / len(logs)), None, None, "pairs")
         middle, half = _mean_and_half(logs)
         return _ratio(middle, half, half, "pairs")
     one_logs, other_logs = _repeat_logs(a), _repeat_logs(b)

@@ -85,7 +85,7 @@ def _questions(specs: Sequence[ModelSpec], plans: Plans) -> list[Question]:
             try:
                 questions.append(prepare(spec, plan))
             except KvctlError:
-                if not plans.comparing:
+                if not plans.comparing and plan.what_if is None:
                     raise
     return questions
 

@@ -110,7 +110,12 @@ class Packed(LayerState):
 def _quantized(options: Options) -> Quantized:
     which = options.first("").lower()
     if which not in _CACHES:
-        raise UsageError(f"hf:{which[:40]} is no quantized cache of transformers", hint="one of " + ", ".join(_CACHES))
+        fault = (
+            f":{which[:40]} is no quantized cache of transformers"
+            if which
+            else ": which quantized cache of transformers is not said"
+        )
+        raise UsageError(f"hf{fault}", hint="hf:quanto-int4; there are " + ", ".join(_CACHES))
     options.name = f"hf:{which}"
     backend, _, bits = which.partition("-int")
     if backend == "fp8":
@@ -175,6 +180,10 @@ class Pressed(LayerState):
 
 def _press(options: Options) -> Press:
     which, ratio = options.first(""), options.first("")
+    if not which:
+        raise UsageError(
+            "kvpress: which of its presses is not said", hint="kvpress:SnapKVPress:0.5 takes out half of a prompt"
+        )
     if not which.isidentifier():
         raise UsageError(f"kvpress:{which[:40]} is no press", hint="kvpress:SnapKVPress:0.5")
     options.name = f"kvpress:{which}"

@@ -56,6 +56,12 @@ class Compressed(LayerState):
         held = sum(half.bytes(kept, self.kv_heads, dim, width) for half, dim in halves)
         return held + (self.keep.beside(kept, self.kv_heads, self.place) if self.keep is not None else 0)
 
+    def total(self, work: Workload, fmt: Formats, keep: Retention, copies: int) -> int:
+        """With what all of them share, a scale of the whole tensor, once."""
+        seen = (work.context + self.prefix) * bool(copies)
+        halves = ((self.store.keys, self.key_dim), (self.store.values, self.value_dim))
+        return super().total(work, fmt, keep, copies) + sum(half.beside(seen) for half, dim in halves if dim)
+
     def growth(self, work: Workload, fmt: Formats, keep: Retention) -> Rational:
         """Over as many tokens as it takes for whole groups or blocks, and whole numbers of a share."""
         steps = self.store.group if self.paging is None else self.paging.block

@@ -37,6 +37,10 @@ class Packing(Record):
         plain = (tokens - packed) * heads * dim * itemsize
         return plain + (self.codec.bytes(packed, heads, dim, itemsize) if self.codec is not None and packed else 0)
 
+    def beside(self, seen: int) -> int:
+        """Of all sequences in one layer once, when so many tokens were seen, whichever of them stay."""
+        return self.codec.beside if self.codec is not None and self.packed(seen) else 0
+
 
 class Store(Record):
     """Of both; `unrotated`: keys are packed before their rotary embedding, and turned when they are read."""

@@ -8,7 +8,7 @@ arXiv 2401.18079).
 from __future__ import annotations
 
 from kvctl.errors import UsageError
-from kvctl.techniques.codecs import CODECS, Codec, codec, grouped
+from kvctl.techniques.codecs import CODECS, Codec, Fp8, codec, grouped
 from kvctl.techniques.options import Options
 from kvctl.techniques.store import Packing, Store
 
@@ -18,7 +18,7 @@ GROUP, KIVI_GROUP, KIVI_RESIDUAL = 64, 32, 128
 
 
 def build(options: Options) -> Store:
-    """`int4:group=32:sym`, `kivi2:residual=32`, `q8_0:values=q4_0`; for all: residual=, sinks=, values=, rotate, rope=before."""
+    """`int4:group=32:sym`, `kivi2:residual=32`, `q8_0:values=q4_0`, `fp8:scaled`; for all: residual=, sinks=, values=, rotate, rope=before."""
     name = options.name
     if name in _INTEGERS:
         keys = values = _grouped(options, _INTEGERS[name])
@@ -30,6 +30,8 @@ def build(options: Options) -> Store:
         residual = KIVI_RESIDUAL
     else:
         keys = values = codec(name)
+        if isinstance(keys, Fp8) and options.flag("scaled"):
+            keys = values = keys.replace(name=f"{name}-scaled", calibrated=True)
         residual = 0
     return _store(options, keys, values, residual)
 

@@ -188,7 +188,7 @@ class _Batch(Record):
         """A layer of DynamicCache: the positions held so far."""
         work, keep = Workload(context, 1, self.encoder), TRANSFORMERS.retention
         return [
-            _Piece(state.kind, state.tokens(work, keep), self._split(state).size(work, self.fmt, keep) * self.sequences)
+            _Piece(state.kind, state.tokens(work, keep), self._split(state).total(work, self.fmt, keep, self.sequences))
             for state in layer.states_in("transformers")
             if not isinstance(state, Empty)
         ]

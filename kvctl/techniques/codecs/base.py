@@ -34,6 +34,11 @@ class Codec(Record):
         """Bytes of one sequence in one layer for `tokens`, a multiple of `self.tokens`: codes, scales, minima."""
         raise NotImplementedError
 
+    @property
+    def beside(self) -> int:
+        """Bytes that a tensor takes once, whatever is in it: a scale of the whole."""
+        return 0
+
     def check(self, heads: int, dim: int) -> None:
         """Raise UsageError where these heads cannot be packed."""
         raise NotImplementedError

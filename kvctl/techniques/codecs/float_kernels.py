@@ -32,23 +32,49 @@ class Fp8Kernel:
     def __init__(self, codec: Fp8) -> None:
         self.codec = codec
 
-    def _scales(self, like: Tensor) -> Tensor:
+        self.scale: Tensor | None = None
+        """Of a calibrated codec [1] in fp32, from the first tokens on."""
+
+    def _scale(self, like: Tensor) -> Tensor | None:
+        """What elements are divided by; None where by nothing."""
+        if self.codec.scales == (1.0,):
+            return self.scale
         return torch.tensor(self.codec.scales, dtype=torch.float32, device=like.device).view(-1, 1, 1)
+
+    def _calibrate(self, x: Tensor) -> None:
+        sizes = x.float().abs()
+        top = sizes.masked_fill(~sizes.isfinite(), 0.0).amax().view(1)
+        # Of nothing but zeros, and where the division would leave nothing: a plain cast.
+        scale = top / torch.finfo(FP8[self.codec.form]).max
+        self.scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
     def encode(self, x: Tensor) -> Parts:
         """See `Kernel`."""
-        if self.codec.scales != (1.0,):
-            x = x.float() / self._scales(x)
+        if self.codec.calibrated and self.scale is None and x.numel():
+            self._calibrate(x)
+        scale = self._scale(x)
+        if scale is not None:
+            x = x.float() / scale
         if self.codec.form == "e4m3" and fast.serves(x, x.numel()):
             return (fast.cast(x),)
         return (saturate(x, self.codec.form),)
 
     def decode(self, parts: Parts, dtype: Any, dim: int) -> Tensor:
         """See `Kernel`."""
-        if self.codec.form == "e4m3" and self.codec.scales == (1.0,) and fast.serves(parts[0], parts[0].numel()):
-            return fast.uncast(parts[0], dtype)
-        x = parts[0].view(FP8[self.codec.form])
-        return x.to(dtype) if self.codec.scales == (1.0,) else (x.float() * self._scales(x)).to(dtype)
+        scale = self._scale(parts[0])
+        between = dtype if scale is None else torch.float32
+        if self.codec.form == "e4m3" and fast.serves(parts[0], parts[0].numel()):
+            x = fast.uncast(parts[0], between)
+        else:
+            x = parts[0].view(FP8[self.codec.form]).to(between)
+        return x if scale is None else (x * scale).to(dtype)
+
+
+def at_ends(packed: Tensor, form: str) -> tuple[int, int]:
+    """How many of these bytes are the largest number of the format, and how many are zero."""
+    sizes = packed & 0x7F
+    largest = torch.tensor(torch.finfo(FP8[form]).max).to(FP8[form]).view(torch.uint8)
+    return int((sizes == largest).sum()), int((sizes == 0).sum())
 
 
 class PerTokenHeadKernel:

@@ -15,11 +15,19 @@ class Fp8(Codec):
 
     `scales`: one for all heads (1.0: the plain cast) or one a head. x is stored as the cast of x / scale.
     NaN stays NaN, Inf saturates, element by element.
+
+    `calibrated`: one scale for the tensor instead, as vLLM's --calculate-kv-scales has it: the largest finite absolute value of
+    the first tokens that are packed (a prompt's, of all sequences) over the largest number of the format. A kernel keeps it.
     """
 
     form: str = "e4m3"
     """e4m3 or e5m2."""
     scales: tuple[float, ...] = (1.0,)
+    calibrated: bool = False
+
+    @property
+    def beside(self) -> int:
+        return 4 if self.calibrated else 0
 
     def bytes(self, tokens: int, heads: int, dim: int, itemsize: int) -> int:
         return tokens * heads * dim
