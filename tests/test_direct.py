@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from conftest import measured_cases  # noqa: E402
 from test_techniques import ALL, CONFIG, MORE, ids_of, run  # noqa: E402
 
+from kvctl.errors import ConfigError  # noqa: E402
 from kvctl.formats import model_dtype  # noqa: E402
 from kvctl.measure.load import Wanted, load  # noqa: E402
 from kvctl.measure.passes import Passes  # noqa: E402
@@ -133,16 +134,19 @@ def test_whoever_works_with_rows_gets_them_unpacked(model: Any, calls: list[int]
     assert torch.allclose(torch.cat(out, 1), plain, atol=2e-5)
 
 
-def test_rows_are_what_they_would_have_been(model: Any) -> None:
+def test_rows_are_what_they_would_have_been(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     technique = parse("int4:residual=4:sinks=2")
     _, cache = run(model, technique, ids_of(2, 40), (40,))
     new = torch.randn(2, 2, 2, 1, 64)
+    monkeypatch.setattr(attention, "serves", lambda model: True)
     keys, values = cache.layers[0].update(new[0], new[1])
     assert isinstance(keys, direct.Stored)
     assert keys.shape == (2, 2, 41, 64)
     assert torch.equal(keys, cache.layers[0].key_rows.read())
     assert torch.equal(values.transpose(1, 2)[:, -1], new[1][:, :, 0])
     assert type(keys[:, :, 3:]) is torch.Tensor
+    # Where torch does not ask whose tensors it works with.
+    assert torch.equal(torch.vmap(lambda rows: rows * 1.0)(values), cache.layers[0].value_rows.read())
     cache.layers[0].update(new[0], new[1])
     with pytest.raises(RuntimeError, match="41 tokens were kept, and 42"):
         values.rows()
@@ -182,3 +186,82 @@ def small(name: str) -> Any:
         at for at, layer in enumerate(changed.layers) if any(isinstance(state, Compressed) for state in layer.states)
     )
     return load(spec, Wanted(random=True), dtype), spec, indexes
+
+
+def test_autocast_changes_nothing(calls: list[int]) -> None:
+    """Closer to float64 than bf16 products would be, and scales of fp16 are joined as they are."""
+    torch.manual_seed(3)
+    store = parse("kivi4:residual=8").store
+    keys, values = Rows(store.keys), Rows(store.values)
+    rows, query = torch.randn(2, 1, 2, 70, 64).bfloat16(), torch.randn(1, 4, 1, 64).bfloat16()
+    keys.append(rows[0])
+    values.append(rows[1])
+    plain = direct.attention(query, keys, values, 0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(direct.attention(query, keys, values, 0.2), plain)
+
+
+@pytest.mark.parametrize("technique", ["int8", "kivi4:residual=8", "int8+streaming-llm:32"])
+def test_a_model_under_autocast(model: Any, technique: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, _ = run(model, parse(technique), ids_of(1, 80), (70, *[1] * 10))
+    assert bool(torch.isfinite(logits).all())
+
+
+@pytest.mark.parametrize("technique", ["int8", "h2o:16"])
+def test_a_copy_of_a_cache_has_no_copy_of_the_model(model: Any, technique: str) -> None:
+    _, cache = run(model, parse(technique), ids_of(1, 40), (40,))
+    import copy
+
+    before = {id(module) for module in model.modules()}
+    other = copy.deepcopy(cache)
+    held = [value for layer in other.layers for value in vars(layer).values() if isinstance(value, torch.nn.Module)]
+    assert all(id(value) in before for value in held)
+    first, second = [run_on(model, parse(technique), one) for one in (cache, other)]
+    assert torch.equal(first, second)
+
+
+def run_on(model: Any, technique: Any, cache: Any) -> Any:
+    """The next token's logits."""
+    attention.install(model, technique)
+    try:
+        with torch.inference_mode():
+            return model(input_ids=torch.tensor([[7]]), past_key_values=cache, use_cache=True).logits
+    finally:
+        attention.remove(model)
+
+
+def test_sequences_are_repeated_and_chosen(model: Any) -> None:
+    _, cache = run(model, parse("int4:residual=4"), ids_of(2, 40), (40,))
+    layer = cache.layers[1]
+    rows = layer.key_rows.read()
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(layer.key_rows.read(), rows.repeat_interleave(3, 0))
+    cache.batch_select_indices(torch.tensor([4, 0]))
+    assert torch.equal(layer.key_rows.read(), rows.flip(0))
+    with pytest.raises(ConfigError, match="cannot be cropped"):
+        cache.crop(-1)
+
+
+def test_threads_do_not_take_each_others_attention(model: Any) -> None:
+    """Two evictions, each in a thread: each gives what it gives alone."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    torch.manual_seed(1)
+    other = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**CONFIG)).eval()
+    technique, ids = parse("h2o:16"), ids_of(1, 60)
+    alone = [run(one, technique, ids, (40, *[1] * 20))[0] for one in (model, other)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda one: run(one, technique, ids, (40, *[1] * 20))[0], (model, other)))
+    assert all(torch.equal(one, two) for one, two in zip(alone, together, strict=True))
+
+
+def test_a_model_with_another_attention_gets_plain_rows(calls: list[int]) -> None:
+    config = transformers.AutoConfig.for_model(**CONFIG)
+    torch.manual_seed(0)
+    eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    logits, cache = run(eager, parse("int8"), ids_of(1, 42), (40, 1, 1))
+    new = torch.randn(2, 1, 2, 1, 64)
+    assert type(cache.layers[0].update(new[0], new[1])[0]) is torch.Tensor
+    assert not calls
+    assert bool(torch.isfinite(logits).all())

@@ -69,8 +69,8 @@ TABLE: tuple[Kind, ...] = (
         "2-bit integers: keys by channel over 32 tokens, values by token, the newest 128 as they are",
         "arXiv 2402.02750",
     ),
-    Kind("fp8", _STORES, "8-bit floats (e4m3), scale 1", "vLLM --kv-cache-dtype fp8"),
-    Kind("fp8_e5m2", _STORES, "8-bit floats (e5m2), scale 1", "vLLM --kv-cache-dtype fp8_e5m2"),
+    Kind("fp8", _STORES, "8-bit floats (e4m3), scale 1 or one measured", "vLLM --kv-cache-dtype fp8"),
+    Kind("fp8_e5m2", _STORES, "8-bit floats (e5m2), scale 1 or one measured", "vLLM --kv-cache-dtype fp8_e5m2"),
     Kind("fp8_per_token_head", _STORES, "8-bit floats with a scale for each token and head", "vLLM"),
     Kind("int8_per_token_head", _STORES, "8-bit integers with a scale for each token and head", "vLLM"),
     Kind("int4_per_token_head", _STORES, "4-bit integers with scale and zero for each token and head", "vLLM"),
@@ -160,12 +160,17 @@ class Technique(Record):
     @property
     def scheme(self) -> str:
         """How tokens are stored, in words."""
-        return "; ".join(kind.what for kind in self.kinds if kind.module in (_STORES, _FOREIGN))
+        words = "; ".join(kind.what for kind in self.kinds if kind.module in (_STORES, _FOREIGN))
+        codec = self.store.keys.codec
+        scaled = codec is not None and codec.name.endswith("-scaled")
+        return words.replace("scale 1 or one measured", "one measured scale a layer" if scaled else "scale 1")
 
     @property
     def papers(self) -> tuple[str, ...]:
         """A line for each part: what it does, and where it comes from."""
-        return tuple(f"{kind.name}: {kind.what} ({kind.paper})" for kind in self.kinds)
+        return tuple(
+            f"{kind.name}: {self.scheme if kind.module == _STORES else kind.what} ({kind.paper})" for kind in self.kinds
+        )
 
     @property
     def predicted(self) -> bool:

@@ -7,13 +7,14 @@ cache of packed rows hands out rows that for a single new token need not be unpa
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvctl.errors import ConfigError
 from kvctl.techniques import direct
-from kvctl.techniques.direct import Stored
+from kvctl.techniques.direct import Stored, without_autocast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,22 +23,37 @@ if TYPE_CHECKING:
     from kvctl.techniques.caches import Rows, TechniqueLayer
 
 NAME = "kvctl"
-_waiting: list[TechniqueLayer] = []
-"""The layer whose keys were handed out last: its attention comes next."""
+_models: set[int] = set()
+"""Models that use it, by identity."""
+
+
+class _Waiting(threading.local):
+    """The layer of this thread whose keys were handed out last: its attention comes next."""
+
+    def __init__(self) -> None:
+        self.layers: list[TechniqueLayer] = []
+
+
+_waiting = _Waiting()
 
 
 def expect(layer: TechniqueLayer) -> None:
     """The attention of this layer comes next."""
-    if _waiting:
-        _waiting.clear()
+    if _waiting.layers:
+        _waiting.layers.clear()
         raise ConfigError("this model's attention does not pass through transformers' attention functions",
                           hint="evictions that look at queries cannot be used with it")  # fmt: skip
-    _waiting.append(layer)
+    _waiting.layers.append(layer)
 
 
 def forget() -> None:
     """Nothing is expected: a pass broke off."""
-    _waiting.clear()
+    _waiting.layers.clear()
+
+
+def serves(model: int) -> bool:
+    """Whether the model of this identity uses it."""
+    return model in _models
 
 
 def install(model: Any, technique: Technique) -> None:
@@ -55,6 +71,7 @@ def install(model: Any, technique: Technique) -> None:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         _change(model, "sdpa", NAME)
+        _models.add(id(model))
     elif now != NAME and technique.keep is not None:
         raise ConfigError(f"{technique.name} needs a model that runs with sdpa, and {type(model).__name__} runs with {now}",
                           hint="--attn sdpa, where the model has it")  # fmt: skip
@@ -63,6 +80,7 @@ def install(model: Any, technique: Technique) -> None:
 def remove(model: Any) -> None:
     """Back to transformers' own function."""
     forget()
+    _models.discard(id(model))
     _change(model, NAME, "sdpa")
 
 
@@ -83,11 +101,12 @@ def attend(
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     if isinstance(key, Stored) and isinstance(value, Stored) and _all_alike(query, key.rows(), attention_mask, kwargs):
         return direct.attention(query, key.rows(), value.rows(), scaling), None
-    layer = _waiting.pop() if _waiting else None
+    layer = _waiting.layers.pop() if _waiting.layers else None
     mask = attention_mask if layer is None else layer.mask(query, attention_mask)
     out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     if layer is not None:
-        layer.attended(query, key, value, scaling)
+        with without_autocast(query.device.type):
+            layer.attended(query, key, value, scaling)
     return out
 
 

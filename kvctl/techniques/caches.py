@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvctl.errors import ConfigError
 from kvctl.techniques import attention
-from kvctl.techniques.direct import Stored
+from kvctl.techniques.direct import Stored, without_autocast
 from kvctl.techniques.keep import Place
 from kvctl.techniques.paging.cache import PagedLayer, Pages
 from kvctl.techniques.policy import Policy, Seen
@@ -106,11 +107,11 @@ class Rows:
             yield self._kernel.decode(self.parts, torch.float32, self.newest.shape[-1]).flatten(0, 1), True
         yield self.newest.float().flatten(0, 1), False
 
-    def like(self) -> Tensor:
-        """A tensor of their shape and type that holds nothing."""
+    @property
+    def batch(self) -> int:
+        """Sequences."""
         assert self.newest is not None
-        batch, heads, _, dim = self.newest.shape
-        return self.newest.new_empty((1,)).expand(batch, heads, len(self), dim)
+        return int(self.newest.shape[0])
 
     @property
     def heads(self) -> int:
@@ -195,7 +196,8 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._store, self._keep, self._place = store, keep, place
         self._rope = rope
-        self._model = model
+        self._model = model if keep is not None else None
+        self._served = id(model)
         self._start()
 
     def _start(self) -> None:
@@ -213,6 +215,10 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take in new tokens [batch, heads, new, dim]; all that are held, as they are stored."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        with without_autocast(key_states.device.type):
+            return self._update(key_states, value_states)
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         new = key_states.shape[2]
         if self._rope is not None:
             key_states = self._rope.turned(key_states, -self._positions(self.seen, new))
@@ -234,7 +240,8 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
     def _direct(self) -> bool:
         """Whether attention may go over rows as they are stored: nothing else needs them, and a CPU is none the worse for it."""
         packed = self.key_rows.packed or self.value_rows.packed
-        return bool(packed) and self._keep is None and self._rope is None and self.device.type == "cpu"
+        able = self._keep is None and self._rope is None and self.device.type == "cpu"
+        return bool(packed) and able and attention.serves(self._served)
 
     def _positions(self, first: int, count: int) -> Tensor:
         return torch.arange(first, first + count, device=self.device)[None]
@@ -296,6 +303,37 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """For another sequence: nothing of this one is left."""
         self._start()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: what is packed, or was let go, does not come back.
+
+        Raises:
+            ConfigError: always, but where nothing is to go.
+
+        """
+        if tokens_to_remove:
+            raise ConfigError(
+                "a cache of a technique cannot be cropped", hint="generate without assistants and prompt lookup"
+            )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence so many times."""
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.key_rows.batch, device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """These sequences alone, by number or by a mask."""
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.key_rows.batch, device=self.device)[indices])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TechniqueLayer:
+        """The model that an eviction looks at is no part of the cache."""
+        for module in [] if self._model is None else self._model.modules():
+            memo[id(module)] = module
+        out = type(self).__new__(type(self))
+        memo[id(self)] = out
+        out.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return out
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequences change places."""

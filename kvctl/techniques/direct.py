@@ -7,6 +7,7 @@ summed up at once. CPUs gain twice: their bf16 attention for a single query is s
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,8 @@ _ABOUT = frozenset({
 
 
 class Stored(torch.Tensor):  # type: ignore[misc]
-    """Rows [batch, heads, tokens, dim] that are unpacked when anything but `attention` works with them."""
+    """Rows [batch, heads, tokens, dim] that are unpacked when anything but `attention` works with them. There is no memory behind
+    them: what does not know them finds nothing that could pass for rows."""
 
     _rows: Rows
     _unpacked: Tensor | None
@@ -35,7 +37,10 @@ class Stored(torch.Tensor):  # type: ignore[misc]
     @staticmethod
     def of(rows: Rows) -> Stored:
         """All that are held now."""
-        out: Stored = rows.like().as_subclass(Stored)
+        like = rows.newest
+        assert like is not None
+        shape = (like.shape[0], like.shape[1], len(rows), like.shape[3])
+        out: Stored = torch.Tensor._make_wrapper_subclass(Stored, shape, dtype=like.dtype, device=like.device)
         out._rows, out._unpacked, out._held = rows, None, len(rows)
         return out
 
@@ -65,6 +70,8 @@ class Stored(torch.Tensor):  # type: ignore[misc]
             return super().__torch_function__(func, types, args, kwargs or {})
         return func(*_plain(args), **_plain(kwargs or {}))
 
+    __torch_dispatch__ = __torch_function__
+
 
 def _plain(given: Any) -> Any:
     if isinstance(given, Stored):
@@ -74,8 +81,18 @@ def _plain(given: Any) -> Any:
     return {name: _plain(each) for name, each in given.items()} if isinstance(given, dict) else given
 
 
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Operations in the types of their operands, whatever autocast would have: it knows neither codes nor scales."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
 def attention(query: Tensor, keys: Rows, values: Rows, scaling: float) -> Tensor:
     """Of a query [batch, query heads, 1, dim] over all rows [batch, heads, tokens, dim]: [batch, 1, query heads, value dim]."""
+    with without_autocast("cpu"):
+        return _attention(query, keys, values, scaling)
+
+
+def _attention(query: Tensor, keys: Rows, values: Rows, scaling: float) -> Tensor:
     from kvctl.techniques.codecs.hadamard import rotate
 
     batch, heads = query.shape[0], keys.heads

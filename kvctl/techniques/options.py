@@ -73,7 +73,11 @@ class Options:
         """Refuses what nobody asked for."""
         left = [*self._plain, *self._named]
         if left:
-            known = ", ".join(self._known)
+            known = ", ".join(dict.fromkeys(self._known))
+            if left[0] in self._known:
+                raise UsageError(
+                    f"{self.name}: {left[0][:40]} is said twice, or takes no value", hint=f"it takes {known}"
+                )
             raise UsageError(
                 f"{self.name}: {left[0][:40]!r} is not known here", hint=f"it takes {known}" if known else None
             )
