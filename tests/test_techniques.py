@@ -391,6 +391,14 @@ def test_a_scale_for_each_head(kvctl: Run) -> None:
         assert "int4:group=0" in kvctl(command, "--help").out
 
 
+def test_a_measured_scale_is_not_called_1(kvctl: Run) -> None:
+    asked = "size", "Qwen3-8B", "--ctx", "1k", "--json", "--technique"
+    assert kvctl(*asked, "fp8").json["results"][0]["k_scheme"] == "8-bit floats (e4m3), scale 1"
+    assert (
+        kvctl(*asked, "fp8:scaled").json["results"][0]["k_scheme"] == "8-bit floats (e4m3), one measured scale a layer"
+    )
+
+
 def test_several_stand_beside_the_plain_cache(kvctl: Run) -> None:
     document = kvctl("size", "Qwen3-8B", "--ctx", "32k", "--technique", "int8,streaming-llm:1k", "--json").json
     each = 36 * 8 * 128 * 2 * 2

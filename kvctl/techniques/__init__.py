@@ -69,8 +69,8 @@ TABLE: tuple[Kind, ...] = (
         "2-bit integers: keys by channel over 32 tokens, values by token, the newest 128 as they are",
         "arXiv 2402.02750",
     ),
-    Kind("fp8", _STORES, "8-bit floats (e4m3), scale 1 or one measured", "vLLM --kv-cache-dtype fp8"),
-    Kind("fp8_e5m2", _STORES, "8-bit floats (e5m2), scale 1 or one measured", "vLLM --kv-cache-dtype fp8_e5m2"),
+    Kind("fp8", _STORES, "8-bit floats (e4m3), scale 1", "vLLM --kv-cache-dtype fp8"),
+    Kind("fp8_e5m2", _STORES, "8-bit floats (e5m2), scale 1", "vLLM --kv-cache-dtype fp8_e5m2"),
     Kind("fp8_per_token_head", _STORES, "8-bit floats with a scale for each token and head", "vLLM"),
     Kind("int8_per_token_head", _STORES, "8-bit integers with a scale for each token and head", "vLLM"),
     Kind("int4_per_token_head", _STORES, "4-bit integers with scale and zero for each token and head", "vLLM"),
@@ -163,7 +163,7 @@ class Technique(Record):
         words = "; ".join(kind.what for kind in self.kinds if kind.module in (_STORES, _FOREIGN))
         codec = self.store.keys.codec
         scaled = codec is not None and codec.name.endswith("-scaled")
-        return words.replace("scale 1 or one measured", "one measured scale a layer" if scaled else "scale 1")
+        return words.replace("scale 1", "one measured scale a layer") if scaled else words
 
     @property
     def papers(self) -> tuple[str, ...]:
