@@ -12,7 +12,7 @@ from kvctl.tensors import Tensor, without_drafts
 from kvctl.weight_formats import GGUF_BITS
 
 if TYPE_CHECKING:
-    from kvctl.weights import Split
+    from kvctl.rank_weights import Split
 
 RULES = "vllm 0.32"
 _FP8_BLOCK = 1006
@@ -44,7 +44,7 @@ def weigh(
         ConfigError: another format is asked for, and the parameters are not known.
 
     """
-    from kvctl.weights import Split
+    from kvctl.rank_weights import Split
 
     ranks = Split(*split)
     info: WeightsInfo | None
@@ -206,8 +206,8 @@ def _from_config(spec: ModelSpec, dtype: DType) -> tuple[Tensor, ...]:
 def _per_rank(
     spec: ModelSpec, tensors: tuple[Tensor, ...], split: Split, dtype: DType, warnings: list[str]
 ) -> tuple[int, ...]:
+    from kvctl.rank_weights import left_in_file, per_rank
     from kvctl.weight_formats import convert, weight_format
-    from kvctl.weights import left_in_file, per_rank
 
     if all(tensor.dtype in _FLOATS for tensor in tensors):
         # An engine loads weights in the dtype that it computes in.

@@ -19,12 +19,12 @@ from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.model import build_spec
 from kvctl.parameters import parameters
 from kvctl.quantization import scheme
+from kvctl.rank_weights import SHARDED, Split, left_in_file, per_rank, stages_of
 from kvctl.size import SizePlan, size
 from kvctl.sources import Found, catalogue
 from kvctl.spec import ModelSpec, Provenance
 from kvctl.tensors import Tensor, tensor
 from kvctl.weight_formats import convert, weight_format
-from kvctl.weights import SHARDED, Split, left_in_file, per_rank, stages_of
 
 DATA = json.loads((Path(__file__).parent / "data" / "weights.json").read_text("utf-8"))
 TINY = {
