@@ -112,6 +112,15 @@ def facts_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {**inner, **facts} if isinstance(inner, Mapping) and facts is not None else facts
 
 
+def of_cache_alone(facts: Mapping[str, Any]) -> bool:
+    """Whether a quantization_config is about the cache, and the weights are as they would be without."""
+    return (
+        facts.get("quant_method") == "compressed-tensors"
+        and bool(facts.get("kv_cache_scheme"))
+        and facts.get("config_groups") == {}
+    )
+
+
 def scheme(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme that a configuration names; None where its weights are not quantised.
 
@@ -125,6 +134,8 @@ def scheme(config: Mapping[str, Any]) -> Scheme | None:
     method = facts.get("quant_method")
     if method is None and "quant_algo" in facts:
         method = "modelopt"
+    if of_cache_alone(facts):
+        return None
     read = _READERS.get(method) if isinstance(method, str) else None
     if read is None:
         raise ConfigError(f"quantization_config names {str(method)[:40]!r}, which kvctl does not know",

@@ -28,25 +28,45 @@ def quiet() -> Iterator[list[str]]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Else loading a .bin asks the Hub, in a thread of its own, to convert it.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
-    import transformers
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_muted())
+        import transformers
 
-    said: list[str] = []
-    logger = logging.getLogger("transformers")
-    kept, bars = logger.handlers, transformers.logging.is_progress_bar_enabled()
-    logger.handlers = [_Collector(said)]
-    accelerate = logging.getLogger("accelerate")
+        said: list[str] = []
+        logger = logging.getLogger("transformers")
+        kept, bars = logger.handlers, transformers.logging.is_progress_bar_enabled()
+        logger.handlers = [_Collector(said)]
+        transformers.logging.disable_progress_bar()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield said
+        finally:
+            logger.handlers = kept
+            if bars:
+                transformers.logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """accelerate, torch and what has no handler of its own (torchao, bitsandbytes), which logging prints by itself."""
+    import torch  # noqa: F401  # it makes its handlers
+
+    accelerate, last = logging.getLogger("accelerate"), logging.lastResort
+    handlers = list(logging.getLogger("torch").handlers)
+    levels = [handler.level for handler in handlers]
     level = accelerate.level
-    transformers.logging.disable_progress_bar()
     accelerate.setLevel(logging.CRITICAL)
+    logging.lastResort = logging.NullHandler()
+    for handler in handlers:
+        handler.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield said
+        yield
     finally:
-        logger.handlers = kept
         accelerate.setLevel(level)
-        if bars:
-            transformers.logging.enable_progress_bar()
+        logging.lastResort = last
+        for handler, own in zip(handlers, levels, strict=True):
+            handler.setLevel(own)
 
 
 def slow_kernels(said: Iterable[str]) -> list[str]:

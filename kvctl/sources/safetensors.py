@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -69,6 +69,50 @@ def folder_tensors(folder: Path) -> tuple[Tensor, ...] | None:
     if not shards or not all(shard.is_file() for shard in shards):
         return None
     return grouped(named for shard in shards for named in read_header(shard))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder that make up the model.
+
+    Raises:
+        ConfigError: the index is not valid.
+
+    """
+    return _shards(folder, _read_index(folder))
+
+
+def small_tensors(path: Path, wanted: Callable[[str], bool], most: int) -> dict[str, tuple[float, ...]]:
+    """The numbers in those tensors of a file that are wanted, of fp64 to fp16 and at most so many elements.
+
+    Raises:
+        ConfigError: the header is not valid, or one is of another dtype, larger, or cut short.
+
+    """
+    import struct
+
+    out: dict[str, tuple[float, ...]] = {}
+    sizes = {name: (dtype, math.prod(shape)) for name, dtype, shape, _ in read_header(path) if wanted(name)}
+    if not sizes:
+        return out
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+        for name, (dtype, count) in sizes.items():
+            code = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}.get(dtype)
+            if code is None or count > most:
+                raise ConfigError(
+                    f"{jsonfile.plain(path.name)}: {jsonfile.plain(name)} has {count:,} numbers of {jsonfile.plain(dtype)}"
+                )
+            begin, end = header[name]["data_offsets"]
+            file.seek(start + begin)
+            data = file.read(end - begin)
+            if len(data) != end - begin:
+                raise ConfigError(f"{jsonfile.plain(path.name)} ends before {jsonfile.plain(name)}")
+            numbers = struct.unpack(f"<{count}{code}", data)
+            if dtype == "BF16":  # the upper half of fp32
+                numbers = struct.unpack(f"<{count}f", b"".join(b"\0\0" + struct.pack("<H", one) for one in numbers))
+            out[name] = numbers
+    return out
 
 
 def read_header(path: Path) -> list[Named]:
