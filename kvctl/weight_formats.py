@@ -23,6 +23,11 @@ _LINEAR = frozenset((
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "c_fc", "c_proj",
 ))  # fmt: skip
+_EVERY_LINEAR = _LINEAR | frozenset((
+    "c_attn", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "out_proj", "fc1", "fc2", "fc_in", "fc_out",
+    "in_proj", "x_proj", "dt_proj",
+))  # fmt: skip
+"""Of tools that take every linear layer, whatever the architecture: bitsandbytes."""
 _FLOAT32 = frozenset(("A_log", "e_score_correction_bias", "expert_bias"))
 
 
@@ -38,7 +43,7 @@ class WeightFormat(Record):
     experts: bool = True
     """Whether the tool reaches the experts of a mixture."""
     shared_gate: bool = False
-    """Whether it takes the one-row gate of shared experts, a linear layer like any other."""
+    """Whether it takes every linear layer: the one-row gate of shared experts, and those of older architectures."""
     note: str = ""
 
 
@@ -222,7 +227,8 @@ def is_linear(t: Tensor, fmt: WeightFormat) -> bool:
         return False
     if path[-2] == "shared_expert_gate":
         return fmt.shared_gate
-    return path[-2] in _LINEAR and len(t.shape) == 2 and (fmt.experts or "experts" not in path)
+    known = _EVERY_LINEAR if fmt.shared_gate else _LINEAR
+    return path[-2] in known and len(t.shape) == 2 and (fmt.experts or "experts" not in path)
 
 
 def convert(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from kvctl.measure.devices import located
 from kvctl.measure.faults import ON_HUB, cannot_load
 from kvctl.measure.loaded import Loaded, Wanted, weights_bytes
 from kvctl.measure.memory import is_out_of_memory
+from kvctl.quantization import of_cache_alone
 
 if TYPE_CHECKING:
     from kvctl.formats import DType
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def with_published_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loaded:
     import transformers
 
-    where, gguf_file = _place(spec)
+    where, gguf_file = place(spec)
     told: dict[str, Any] = {}
     if spec.provenance.source in ON_HUB:
         told["revision"] = wanted.revision or spec.provenance.revision
@@ -40,7 +42,8 @@ def with_published_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loa
     else:
         told["device_map"] = wanted.device if wanted.device_map is None else wanted.device_map
     try:
-        with _no_bars():
+        # gptqmodel greets on stdout.
+        with no_bars(), contextlib.redirect_stdout(io.StringIO()):
             model, info = model_class.from_pretrained(
                 # Tensors of other shapes are told of, and refused below.
                 where, dtype=torch_dtype(dtype), output_loading_info=True, ignore_mismatched_sizes=True, **told,
@@ -60,7 +63,7 @@ def with_published_weights(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loa
 
 
 @contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     """transformers shows its bar for GGUF files whatever it is told."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -77,7 +80,7 @@ def _unquantized(spec: ModelSpec, model: Any) -> tuple[str, ...]:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     facts = spec.config.get("quantization_config")
-    if not isinstance(facts, Mapping) or getattr(model, "hf_quantizer", None) is not None:
+    if not isinstance(facts, Mapping) or of_cache_alone(facts) or getattr(model, "hf_quantizer", None) is not None:
         return ()
     method = str(facts.get("quant_method"))
     if method in AUTO_QUANTIZER_MAPPING:
@@ -86,7 +89,7 @@ def _unquantized(spec: ModelSpec, model: Any) -> tuple[str, ...]:
             "the cache is its own, what it generates is not",)  # fmt: skip
 
 
-def _place(spec: ModelSpec) -> tuple[str, str | None]:
+def place(spec: ModelSpec) -> tuple[str, str | None]:
     """What from_pretrained is given, and the name of a GGUF file in it."""
     source, location = spec.provenance.source, spec.provenance.location
     if source == "local":
