@@ -151,6 +151,12 @@ class Technique(Record):
     """Somebody else's cache, instead of both."""
     of_all: bool = False
     """Whether nobody asked for it by name."""
+    stores: tuple[Store, ...] = ()
+    """For every layer of the cache its own, of as many bytes as `store`: static scales differ by layer. Empty: `store` for all."""
+
+    def store_at(self, index: int) -> Store:
+        """How the layer of the cache at `index` is stored."""
+        return self.stores[index] if self.stores else self.store
 
     @property
     def by_layer(self) -> bool:

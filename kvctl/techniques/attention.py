@@ -70,7 +70,7 @@ def install(model: Any, technique: Technique) -> None:
     if now == "sdpa":
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
-        _change(model, "sdpa", NAME)
+        change(model, "sdpa", NAME)
         _models.add(id(model))
     elif now != NAME and technique.keep is not None:
         raise ConfigError(f"{technique.name} needs a model that runs with sdpa, and {type(model).__name__} runs with {now}",
@@ -81,10 +81,10 @@ def remove(model: Any) -> None:
     """Back to transformers' own function."""
     forget()
     _models.discard(id(model))
-    _change(model, NAME, "sdpa")
+    change(model, NAME, "sdpa")
 
 
-def _change(model: Any, old: str, new: str) -> None:
+def change(model: Any, old: str, new: str) -> None:
     """In every part of the model that runs with `old`. Not by set_attn_implementation, nor by the property of a configuration,
     which say it to all parts: some know neither this function nor sdpa."""
     for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():

@@ -370,5 +370,7 @@ def equipped(cache: Any, model: Any, technique: Technique, indexes: Collection[i
         if pages is not None:
             layers[index] = PagedLayer(pages, leads=index == first)
             continue
-        layers[index] = TechniqueLayer(technique.store, technique.keep, Place(index, len(layers)), model, rope)
+        layers[index] = TechniqueLayer(
+            technique.store_at(index), technique.keep, Place(index, len(layers)), model, rope
+        )
     return cache
