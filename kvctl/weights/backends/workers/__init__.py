@@ -1,0 +1,1 @@
+"""What runs in backends' environments: files that are started by their paths, and import nothing of kvctl."""
