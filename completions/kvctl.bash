@@ -25,7 +25,7 @@ _kvctl() {
         "")
             case $prev,$cur in
                 *,-*) words="-V --version -h --help" ;;
-                *) words="size profile" ;;
+                *) words="size profile quantize" ;;
             esac
             ;;
         size)
@@ -79,6 +79,21 @@ _kvctl() {
                 -fa,*|--flash-attn,*) words="auto on off" ;;
                 *,-*) words="-c --ctx -b --batch --decode --repeat --prefill-chunk --device --dtype --attn --weights --layers --engine --engine-path --engine-flags --kv-cache-dtype --kv-dtype -ctk --cache-type-k --k-dtype -ctv --cache-type-v --v-dtype --until-oom --memory-limit --tp --nnodes --node-rank --rdzv-endpoint --device-map --prompt --seed --encoder-tokens --set --source --revision --trust-remote-code --technique --tokens --text --max-ppl-increase --min-top1 --best --shared-prefix --requests --block --check --save --compare --plot -f --format --json -q --quiet --kv-budget --kv-cache-memory-bytes -tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size -ep --enable-expert-parallel --no-enable-expert-parallel -dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size --block-size --num-gpu-blocks-override --max-num-batched-tokens --max-num-seqs --gpu-memory-utilization --enforce-eager --no-enforce-eager --cuda-graph-sizes --cudagraph-capture-sizes --enable-chunked-prefill --no-enable-chunked-prefill --cpu-offload-gb -ngl --gpu-layers --n-gpu-layers -ts --tensor-split -fit --fit --fit-target --kv-offloading-size --kv-offloading-backend --kv-transfer-config --async-scheduling --no-async-scheduling --enable-prefix-caching --no-enable-prefix-caching --mamba-cache-mode --mamba-cache-dtype --mamba-ssm-cache-dtype --gdn-prefill-backend --disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager -sc --speculative-config --attention-backend --spec-type --spec-draft-n-max -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd --cache-type-v-draft --spec-draft-type-v -np --parallel -kvu -no-kvu --kv-unified --no-kv-unified --kv-unified-per-slot --batch-size -ub --ubatch-size -cram --cache-ram -kvo -nkvo --kv-offload --no-kv-offload --swa-full -fa --flash-attn -h --help" ;;
                 *) ask="kvctl profile" files=yes ;;
+            esac
+            ;;
+        quantize)
+            case $prev,$cur in
+                -o,*|--output,*|--group,*|--calib-samples,*|--calib-length,*|--seed,*|--int8-threshold,*|--skip,*|--tokens,*|--max-ppl-increase,*|--min-top1,*|--revision,*) words="" ;;
+                -w,*|--weights,*|--compare,*) words="awq rtn int8 nf4 nf4-dq fp4 gptq fp8 fp8-static int8-w8a8 nvfp4 mxfp4" ;;
+                --backend,*) words="kvctl autoawq gptqmodel llm-compressor" ;;
+                --kv,*) words="int8 int4 int2 kivi8 kivi4 kivi2 fp8 fp8_e5m2 fp8_per_token_head int8_per_token_head int4_per_token_head mxfp8 mxfp4 nvfp4 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl paged streaming-llm h2o scissorhands tova snapkv pyramidkv expected-attention knorm gqa window random plain" ;;
+                --calib,*|--text,*) files=yes ;;
+                --dtype,*|--compute-dtype,*) words="auto fp32 bf16 fp16" ;;
+                --device,*) words="auto cpu cuda:0 mps" ;;
+                --source,*) words="catalogue cache hub" ;;
+                -f,*|--format,*) words="table json csv md" ;;
+                *,-*) words="-o --output -w --weights --compare --backend --kv --per-head --group --calib --calib-samples --calib-length --seed --dtype --compute-dtype --int8-threshold --skip --tokens --text --max-ppl-increase --min-top1 --device --source --revision --dry-run --resume --force -y --yes --list-backends --list-formats -f --format --json -q --quiet -h --help" ;;
+                *) ask="kvctl quantize" files=yes ;;
             esac
             ;;
     esac

@@ -57,8 +57,12 @@ class Place(Record):
     """Whose; empty for all."""
 
 
-COMMANDS = {"size": Place("engine_args"), "profile": Place("quiet", ("llama.cpp", "vllm"))}
-"""Each is a module in kvctl.commands with a function of its name."""
+COMMANDS: dict[str, Place | None] = {
+    "size": Place("engine_args"),
+    "profile": Place("quiet", ("llama.cpp", "vllm")),
+    "quantize": None,
+}
+"""Each is a module in kvctl.commands with a function of its name; None: it has none of the engines' flags."""
 
 
 def command(argv: Sequence[str] | None = None, *, whole: bool = True) -> Any:
@@ -77,6 +81,8 @@ def command(argv: Sequence[str] | None = None, *, whole: bool = True) -> Any:
     rows = [flag for flag in FLAGS if flag.spellings and (whole or said & {*flag.spellings, *flag.off})]
     for name in names:
         place, options = COMMANDS[name], tree.commands[name].params
+        if place is None:
+            continue
         taken = {spelling for option in options for spelling in (*option.opts, *option.secondary_opts)}
         fitting = [flag for row in rows if (flag := row.narrowed(place.engines or row.engines, taken)).spellings]
         index = 1 + next(number for number, param in enumerate(options) if param.name == place.after)

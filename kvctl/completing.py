@@ -123,3 +123,19 @@ def complete_weights(incomplete: str) -> list[str]:
 def complete_until(incomplete: str) -> list[str]:
     """What --until-oom takes."""
     return [name for name in ("ctx", "batch") if name.startswith(incomplete.lower())]
+
+
+def complete_weight_formats(incomplete: str) -> list[str]:
+    """What quantize makes, after the last comma."""
+    from kvctl.weights.ways import TABLE
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + way.name for way in TABLE if way.name.startswith(last.lower())]
+
+
+def complete_backends(incomplete: str) -> list[str]:
+    """Who makes weights."""
+    from kvctl.weights.backends.table import BACKENDS
+
+    names = ("kvctl", *(one.name for one in BACKENDS))
+    return [name for name in names if name.startswith(incomplete.lower())]

@@ -25,7 +25,7 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M"
 DEFAULT_CONTEXTS = (512, 2048)
 _QUICK_CONTEXTS = (256, 1024)
 """Of the model that nobody named."""
-_MOST = {"--batch": 4096, "--repeat": 1000, "--decode": 2**20, "--tp": 1024, "--layers": 1000}
+_MOST = {"--batch": 4096, "--repeat": 1000, "--decode": 2**20, "--tp": 1024, "--layers": 1000, "--calib-samples": 2**16}
 _RATE_BUDGET_S = 0.5
 ENGINES = ("transformers", "llama.cpp", "vllm")
 UNTIL = ("ctx", "batch")

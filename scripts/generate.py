@@ -22,6 +22,7 @@ from typing import Any
 
 from schemas import KINDS, SCHEMAS, SIZE_RESULT
 from schemas_profile import POINT, PROFILE
+from schemas_quantize import QUANTIZE, RESULT
 
 from kvctl import __version__
 from kvctl.cli import command as command_tree
@@ -50,11 +51,20 @@ EXIT_MEANING_OF = {
         ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
         ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); what was complete is printed, and saved with --save.",
     },
+    "kvctl quantize": {
+        ExitCode.OK: "Done: the checkpoint is complete, and every bound is kept.",
+        ExitCode.FAILED: "Failed: a model could not be found, read, made or reloaded, or the result is worse than rounding to nearest. "
+        "There is no checkpoint.",
+        ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
+        ExitCode.ANSWER_IS_NO: "A bound is missed; the checkpoint is there.",
+        ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); --resume goes on.",
+    },
 }
 
 ENVIRONMENT = {
     "KVCTL_LLAMA_CPP": "llama-server, or its folder, for --engine llama.cpp of kvctl profile.",
     "KVCTL_VLLM_PYTHON": "The Python that has vLLM, or its environment's folder, for --engine vllm of kvctl profile.",
+    "KVCTL_CACHE": "Folder for environments of quantize's backends; default: kvctl in the user's cache folder.",
     "KVCTL_DEBUG": "1 shows the traceback of an error instead of one line.",
     "KVCTL_HUB_TIMEOUT": "Seconds to wait for the Hub before giving up; default: the Hub client's.",
     "NO_COLOR": "Set to anything: no colours.",
@@ -66,7 +76,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1: never ask the Hub; the cache and the catalogue answer.",
 }
 
-ENVIRONMENT_OF = {"kvctl profile": ("KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON")}
+ENVIRONMENT_OF = {"kvctl profile": ("KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON"), "kvctl quantize": ("KVCTL_CACHE",)}
 """Variables of one command alone."""
 
 FILES = {
@@ -86,6 +96,17 @@ ABOUT = {
         "answered. Several models or contexts are compared in one table.",
         "In token counts k stands for 1,024 and m for 1,048,576. Sizes are printed in binary units "
         "(1 GiB is 1,073,741,824 bytes), and as exact bytes wherever they are to be used further.",
+    ),
+    "kvctl quantize": (
+        "The weights of MODEL are packed layer by layer: memory holds a few layers and never the whole model. What comes out "
+        "is a folder that transformers and vLLM load; it gets its name when it is complete, was held against the format's "
+        "rules, reloaded from disk in a fresh process and measured against the original on the same tokens. A run that was "
+        "stopped leaves no folder of that name; with --resume it goes on, to the same bytes.",
+        "awq is searched by kvctl itself, on a text; int8, nf4 and fp4 are bitsandbytes'. Both need the extra: pip install "
+        "'kvctl[quantize]'. GGUF files are dequantized first, and a note says what that means.",
+        "The folder keeps the tokenizer, generation settings, chat template and licence of the model, and gets a model card "
+        "and kvctl-quantize.json with all that was done and measured.",
+        "Progress, notes and warnings go to standard error.",
     ),
     "kvctl profile": (
         "MODEL runs on this machine in transformers and torch, which come with the extra: pip install 'kvctl[measure]'. "
@@ -135,6 +156,18 @@ FACTS = {
     "kvctl size predicts of the same memory (activations are estimated).",
     "beside FILE": "With --compare: each figure of this run and of FILE, the ratio of FILE's to this run's, and a verdict. "
     "The same within noise means that the 95% interval of the ratio holds 1; for peaks of memory, that they are within 2%.",
+}
+
+QUANTIZE_COLUMNS = {
+    "weights, bytes": "Of all tensors in the checkpoint, scales included; predicted from headers before anything is made, "
+    "and both are shown where they differ.",
+    "bits": "Bytes over parameters, times 8: embeddings and norms, which stay as they are, included.",
+    "memory, disk": "With --dry-run: the most that making it takes, beside what Python, torch and transformers take.",
+    "perplexity, change, ±": "Of the text, and how much more than the original's; ± is a standard error, paired by token.",
+    "KL": "Mean divergence of the next token's distribution from the original's, in nats.",
+    "top-1": "Share of tokens for which both find the same token likeliest.",
+    "tokens/s": "While generating, in the process that judged it: of one sequence, by transformers on this machine.",
+    "*": "No other format has less divergence in fewer bytes.",
 }
 
 # -- commands --------------------------------------------------------------------------------
@@ -396,7 +429,30 @@ def profile_sections() -> Iterator[Section]:
     )
 
 
-OWN_SECTIONS = {"kvctl size": size_sections, "kvctl profile": profile_sections}
+def quantize_sections() -> Iterator[Section]:
+    """What the output of `kvctl quantize` means."""
+    yield (
+        "Output",
+        [
+            "The first row is the model as it is. The columns:",
+            named(QUANTIZE_COLUMNS),
+        ],
+    )
+    yield (
+        "JSON",
+        [
+            "--json prints one object (schema kvctl.quantize/1), which is also kept as kvctl-quantize.json beside the "
+            "weights. The JSON Schema comes with the package, as kvctl/data/schemas/kvctl.quantize-1.json. Its keys; "
+            "later versions may add some:",
+            keys_of(QUANTIZE),
+            "A result has these keys:",
+            keys_of(RESULT),
+            "--list-formats --json prints the formats (schema kvctl.weight-formats/1).",
+        ],
+    )
+
+
+OWN_SECTIONS = {"kvctl size": size_sections, "kvctl profile": profile_sections, "kvctl quantize": quantize_sections}
 
 
 # -- roff --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from schema_parts import LOG, MODEL, VERSION, WEIGHTS, document, maybe, obj, of, whole
 from schemas_profile import PROFILE
+from schemas_quantize import BACKENDS, QUANTIZE, WAYS
 
 KINDS = {
     "full_attention": "Keys and values of every token.",
@@ -283,6 +284,9 @@ SCHEMAS = {
         optional=("refused", "log"),
     ),
     "kvctl.profile/1": PROFILE,
+    "kvctl.quantize/1": QUANTIZE,
+    "kvctl.weight-formats/1": WAYS,
+    "kvctl.backends/1": BACKENDS,
     "kvctl.gpus/1": document(
         "kvctl.gpus/1",
         "What kvctl size --list-gpus --json prints",

@@ -158,7 +158,11 @@ def test_a_target_that_is_there(llama: Path, tmp_path: Path) -> None:
     (target / "mine").write_text("mine")
     with pytest.raises(UsageError, match="is there already"):
         make(llama, target, SMALL)
+    # What is no model's folder is not replaced at all.
+    with pytest.raises(UsageError, match="is no model's folder"):
+        make(llama, target, SMALL, force=True)
     assert (target / "mine").read_text() == "mine"
+    (target / "config.json").write_text("{}")
     make(llama, target, SMALL, force=True)
     assert not (target / "mine").exists()
     verify.check(target)
@@ -291,7 +295,7 @@ def test_numbers_that_float16_does_not_hold(llama: Path, tmp_path: Path) -> None
     library.save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(KvctlError, match="reaches 1e\\+05, which float16 does not hold") as caught:
         make(source, tmp_path / "awq", SMALL)
-    assert caught.value.hint == "bfloat16 holds it"
+    assert caught.value.hint == "--dtype bf16 holds it"
     make(source, tmp_path / "awq", SMALL.replace(dtype="bfloat16"))
     assert json.loads((tmp_path / "awq" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 

@@ -203,12 +203,12 @@ def test_bad_ones_leave_nothing(fake: Any, tmp_path: Path, name: str) -> None:
     harm, message = HARMS[name]
     place = tmp_path / "place"
     (place / "out").mkdir(parents=True)
-    (place / "out" / "mine.txt").write_text("kept")
+    (place / "out" / "config.json").write_text("{}")
     with pytest.raises(KvctlError, match=message) as caught:
         fake(harm, place / "out", force=True)
     assert "\n" not in caught.value.message
     assert [path.name for path in place.iterdir()] == ["out"]
-    assert [path.name for path in (place / "out").iterdir()] == ["mine.txt"]
+    assert [path.name for path in (place / "out").iterdir()] == ["config.json"]
 
 
 def test_refused_before_anything_runs(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

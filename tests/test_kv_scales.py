@@ -230,6 +230,7 @@ def test_a_target_that_is_there(llama: Path, found: Calibrated, tmp_path: Path) 
     with pytest.raises(UsageError, match="is there already"):
         kv_write.write(llama, tmp_path / "kv", found.scales)
     assert (tmp_path / "kv" / "mine").read_text() == "kept"
+    (tmp_path / "kv" / "config.json").write_text("{}")
     kv_write.write(llama, tmp_path / "kv", found.scales, force=True)
     assert not (tmp_path / "kv" / "mine").exists()
     assert of_folder(tmp_path / "kv").layers == (0, 1)
@@ -287,6 +288,7 @@ def test_what_was_to_be_replaced_comes_back(
 ) -> None:
     """Ctrl-C, and kill, between the old folder's leaving and the new one's coming."""
     (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "config.json").write_text("{}")
     (tmp_path / "kv" / "mine").write_text("kept")
     rename = Path.rename
 

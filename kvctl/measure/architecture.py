@@ -9,6 +9,7 @@ from kvctl.errors import ConfigError
 from kvctl.formats import TORCH_NAMES
 from kvctl.measure.faults import cannot_build, unknown_type
 from kvctl.measure.remote import brought
+from kvctl.quantization import of_cache_alone
 
 if TYPE_CHECKING:
     from kvctl.formats import DType
@@ -39,6 +40,8 @@ def config_of(spec: ModelSpec, wanted: Wanted, *, without: tuple[str, ...] = (),
     if quantized is not None and not isinstance(quantized, Mapping):
         raise ConfigError(f"{spec.id}: quantization_config is {str(quantized)[:40]!r}, not an object",
                           hint="--weights random leaves it out")  # fmt: skip
+    if quantized is not None and of_cache_alone(quantized):
+        del facts["quantization_config"]  # transformers would want a package for it, and its caches do not read scales
     try:
         config = made_by.from_dict({key: value for key, value in facts.items() if value is not None})
     except Exception as error:

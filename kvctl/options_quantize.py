@@ -1,0 +1,171 @@
+"""What `kvctl quantize` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvctl.weights.judge import Exam
+    from kvctl.weights.making import Settings
+    from kvctl.weights.report import Gate
+    from kvctl.weights.ways import Way
+
+_LONGEST = 32_768
+_DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32",
+           "float32": "float32"}  # fmt: skip
+
+
+def read_ways(
+    weights: str | None, compare: str | None, output: str | None, backend: str | None, *, dry: bool
+) -> tuple[Way, ...]:
+    """Formats to make.
+
+    Raises:
+        UsageError: none, or several where one is to be kept.
+
+    """
+    from kvctl.weights.ways import ways
+
+    if weights is not None and compare is not None:
+        raise UsageError("--weights makes one format, and --compare several", hint="one of them")
+    if weights is None and compare is None:
+        raise UsageError("no format is named", hint="--weights awq -o DIR, or --compare int8,nf4,awq")
+    found = ways(weights, backend) if weights is not None else ways(compare or "", backend, "--compare")
+    if weights is not None and len(found) > 1:
+        raise UsageError(f"--weights takes one format, and {len(found)} are named", hint=f"--compare {weights}")
+    if compare is not None and output is not None:
+        raise UsageError("--compare keeps nothing", hint="--weights NAME -o DIR keeps one")
+    if weights is not None and output is None and not dry:
+        raise UsageError("where is it to go?", hint=f"-o DIR, or --dry-run, or --compare {weights} to measure alone")
+    return found
+
+
+def read_formats(kv: str, others: dict[str, object]) -> tuple[str, ...]:
+    """Formats of the cache, each a technique that packs it.
+
+    Raises:
+        UsageError: unknown, or beside options that are about weights.
+
+    """
+    from kvctl.techniques import parse_list
+
+    given = [option for option, value in others.items() if value]
+    if given:
+        raise UsageError(
+            f"{given[0]} is about weights, and --kv about the cache", hint="one after the other: each is measured alone"
+        )
+    found = parse_list([kv])
+    if not found:
+        raise UsageError("--kv: no format is named", hint="--kv fp8,int8,int4")
+    for one in found:
+        if (
+            one.like_plain
+            or one.keep is not None
+            or one.paging is not None
+            or one.foreign is not None
+            or one.convert is not None
+        ):
+            raise UsageError(
+                f"--kv {one.name[:40]}: that is no format of the cache",
+                hint="kvctl profile MODEL --technique measures others",
+            )
+    return tuple(one.name for one in found)
+
+
+def read_settings(
+    *, group: int | None, dtype: str, compute_dtype: str | None, int8_threshold: float | None, skip: Sequence[str],
+    calib: str | None, calib_samples: int, calib_length: int, seed: int,
+) -> Settings:  # fmt: skip
+    """How they are made.
+
+    Raises:
+        UsageError: a value that cannot be.
+
+    """
+    from kvctl.options_profile import within
+    from kvctl.weights import calibration
+    from kvctl.weights.making import Settings
+
+    if group is not None and group not in (32, 64, 128):
+        raise UsageError(f"--group: {group} is not known to readers of AWQ", hint="32, 64 or 128")
+    if int8_threshold is not None and not 0 <= int8_threshold < 65504:
+        raise UsageError(f"--int8-threshold: {int8_threshold:g} is out of range", hint="6 is LLM.int8's own; 0: none")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed: {seed} is out of range", hint="from 0 to 9,223,372,036,854,775,807")
+    if not 2 <= calib_length <= _LONGEST:
+        raise UsageError(f"--calib-length: {calib_length} is out of range", hint=f"from 2 to {_LONGEST:,} tokens")
+    if calib is not None:
+        calibration.read(Path(calib))
+    modules = tuple(part.strip() for text in skip for part in text.split(",") if part.strip())
+    return Settings(
+        group, None if dtype == "auto" else _dtype(dtype, "--dtype"),
+        None if compute_dtype is None else _dtype(compute_dtype, "--compute-dtype"), int8_threshold, modules,
+        None if calib is None else Path(calib), within(calib_samples, "--calib-samples"), calib_length, seed,
+    )  # fmt: skip
+
+
+def _dtype(text: str, option: str) -> str:
+    found = _DTYPES.get(text.strip().lower())
+    if found is None:
+        raise UsageError(f"{option}: unknown {text[:40]!r}", hint="fp16, bf16 or fp32")
+    return found
+
+
+def read_exam(tokens: int | None, text: str | None, device: str) -> Exam:
+    """What the original and each format are scored on.
+
+    Raises:
+        UsageError: too many or too few tokens.
+
+    """
+    from kvctl.options_profile import device_of
+    from kvctl.weights import calibration
+    from kvctl.weights.judge import Exam
+
+    if text is not None:
+        calibration.read(Path(text))  # before anything is loaded
+    usual = Exam()
+    count = usual.windows * (usual.length - 1) if tokens is None else tokens
+    if not 1 <= count <= 2**20:
+        raise UsageError(f"--tokens: {count} is out of range", hint="from 1 to 1,048,576")
+    length = min(usual.length, count + 1)
+    windows = -(-count // (length - 1))
+    return usual.replace(
+        text=None if text is None else Path(text), windows=windows, length=length, device=device_of(device)
+    )
+
+
+def read_gate(max_ppl_increase: str | None, min_top1: str | None) -> Gate:
+    """Bounds that are kept, or the status is 3.
+
+    Raises:
+        UsageError: no percentage.
+
+    """
+    from kvctl.options_techniques import bound
+    from kvctl.weights.report import Gate
+
+    return Gate(bound(max_ppl_increase, "--max-ppl-increase"), bound(min_top1, "--min-top1"))
+
+
+def need_packages(ways: Sequence[Way]) -> None:
+    """Refuses to go on without the packages that make and run these formats.
+
+    Raises:
+        KvctlError: one is not installed.
+
+    """
+    import importlib.util
+
+    from kvctl.errors import KvctlError
+    from kvctl.measure.run import need_torch
+
+    need_torch()
+    missing = sorted({way.by for way in ways if way.by and importlib.util.find_spec(way.by) is None})
+    if missing:
+        names = ", ".join(way.name for way in ways if way.by in missing)
+        raise KvctlError(f"{names} needs {', '.join(missing)}, not installed", hint="pip install 'kvctl[quantize]'")

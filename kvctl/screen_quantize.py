@@ -1,0 +1,191 @@
+"""What `kvctl quantize` shows: sizes, what they cost in quality, and what the freed memory buys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvctl.units import format_bytes, format_seconds, plural
+from kvctl.weights.report import CONTEXT
+from kvctl.words import one_line
+
+if TYPE_CHECKING:
+    from kvctl.screen_lines import Row as Line
+    from kvctl.screen_lines import Screen
+    from kvctl.weights.kv_run import KvPart
+    from kvctl.weights.report import QuantizeReport, Row
+
+_HALVES = ("keys", "values")
+_SIZES = ["", "format", "weights", "bytes", "bits"]
+_MAKING = ["memory", "disk"]
+_QUALITY = ["perplexity", "change", "±", "KL", "top-1", "tokens/s"]
+
+
+def table_of(report: QuantizeReport) -> list[list[str]]:
+    """A heading and a row for each format."""
+    if report.kv is not None:
+        return _cache(report.kv)
+    quality = any(row.judged is not None for row in report.rows)
+    rows = [_SIZES[1:] + (_MAKING if report.dry else []) + (_QUALITY if quality else [])]
+    return rows + [
+        _size(row)[1:] + (_making(row) if report.dry else []) + (_quality(row) if quality else [])
+        for row in report.rows
+    ]
+
+
+def print_quantize(screen: Screen, report: QuantizeReport) -> None:
+    """The table, and the lines that explain it."""
+    if report.kv is not None:
+        _print_cache(screen, report.kv)
+        return
+    sizes = [_SIZES, *map(_size, report.rows)]
+    if report.dry:
+        sizes = [row + more for row, more in zip(sizes, [_MAKING, *map(_making, report.rows)], strict=True)]
+    parts = [sizes]
+    if any(row.judged is not None for row in report.rows):
+        quality = [_QUALITY, *map(_quality, report.rows)]
+        whole = [row + more for row, more in zip(sizes, quality, strict=True)]
+        parts = [whole]
+        if screen.width_of(whole) > screen.console.width:
+            parts = [sizes, [row[:2] + more for row, more in zip(sizes, quality, strict=True)]]
+    styles = ["dim", *("red" if row.error is not None or row.broken else "" for row in report.rows)]
+    for number, part in enumerate(parts):
+        if number:
+            screen.line()
+        table: list[Line] = [(cells, None, style) for cells, style in zip(part, styles, strict=True)]
+        screen.table("ll" + "r" * (len(part[0]) - 2), table, bold=2)
+    for row in report.rows:
+        if row.error is not None:
+            screen.line(one_line(f"{row.name}: {row.error}"), "red")
+    for row in report.rows[1:]:
+        for line in _lines(report, row):
+            screen.line(one_line(line))
+    for line in _footer(report):
+        screen.line(one_line(line), "dim")
+
+
+def _size(row: Row) -> list[str]:
+    if row.bytes is None or row.bits is None:
+        return ["", row.name, "–", "–", "–"]
+    held = f"{row.bytes:,}"
+    if row.tensor_bytes is not None and row.predicted_bytes not in (None, row.tensor_bytes):
+        held += f" ({row.predicted_bytes or 0:,} predicted)"
+    return ["*" if row.pareto else "", row.name, format_bytes(row.bytes), held, f"{row.bits:.2f}"]
+
+
+def _making(row: Row) -> list[str]:
+    return ["–" if size is None else format_bytes(size) for size in (row.predicted_peak_bytes, row.disk_bytes)]
+
+
+def _quality(row: Row) -> list[str]:
+    judged = row.judged
+    if judged is None:
+        return ["–"] * len(_QUALITY)
+    found, cells = judged.quality, [f"{judged.perplexity:.4g}"]
+    if found is None:
+        cells += [""] * 4
+    else:
+        change = found.perplexity_change
+        cells += [
+            f"{change.value:+.2f}%",
+            "?" if change.error is None else f"{change.error:.2g}%",
+            f"{found.kl.value:.3g}",
+            f"{found.top1.value:.1%}",
+        ]
+    return [*cells, "–" if judged.tokens_per_second is None else f"{judged.tokens_per_second:.3g}"]
+
+
+def _lines(report: QuantizeReport, row: Row) -> list[str]:
+    """Of one format: what was checked, and what it buys."""
+    out = []
+    if row.freed_bytes is not None and row.freed_bytes > 0:
+        words = f"{row.name} frees {format_bytes(row.freed_bytes)}"
+        if row.freed_tokens:
+            words += f": room for {row.freed_tokens:,} more tokens of KV cache"
+        out.append(words)
+    ranks = row.facts.get("tensor_parallel")
+    if ranks:
+        out.append(
+            f"{row.name}: groups of {row.group} stay whole on {_listed(ranks)} tensor-parallel rank{'s' if ranks != [1] else ''}"
+        )
+    if "output_error" in row.facts and row.name == "awq":
+        out.append(
+            f"{row.name}: error of the layers' outputs {row.facts['output_error']:.3g}, "
+            f"rounded to nearest {row.facts['output_error_rounded_to_nearest']:.3g}"
+        )
+    out += [f"{row.name}: {words}" for words in row.checked if len(report.rows) == 2]
+    if row.folder is not None and not report.dry:
+        peak = "" if row.peak_bytes is None else f", {format_bytes(row.peak_bytes)} of memory at its most"
+        took = "" if row.seconds is None else f", made in {format_seconds(row.seconds)}"
+        out.append(f"{row.folder}: complete, reloaded and measured{took}{peak}")
+    return out
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _footer(report: QuantizeReport) -> list[str]:
+    out = []
+    judged = next((row.judged for row in report.rows[1:] if row.judged is not None), None)
+    if judged is not None and judged.quality is not None:
+        found = judged.quality
+        by = sorted({row.judged.by for row in report.rows if row.judged is not None})
+        out.append(
+            f"{plural(found.tokens, 'token')} of text, paired with the original's; ± is a standard error; KL in nats; "
+            f"bits: a parameter, with scales and what is not packed; *: no other is as good in fewer bytes; run by {', '.join(by)}"
+        )
+    if report.dry:
+        out.append(
+            "nothing was made; bytes are exact (of nf4-dq to a few), memory is beside what Python, torch and transformers take themselves"
+        )
+    return out
+
+
+# -- the cache ------------------------------------------------------------------------------
+
+
+def _cache(part: KvPart) -> list[list[str]]:
+    rows = [["format", f"bytes at {CONTEXT:,}", "smaller", "change", "±", "KL", "p99", "top-1"]]
+    plain = part.rows[0].kv_bytes
+    for row in part.rows:
+        found = row.quality
+        cells = [""] * 5
+        if found is not None:
+            change = found.perplexity_change
+            cells = [f"{change.value:+.2f}%", "?" if change.error is None else f"{change.error:.2g}%", f"{found.kl.value:.3g}",
+                     f"{found.kl_p99:.2g}", f"{found.top1.value:.1%}"]  # fmt: skip
+        rows.append([row.name, f"{row.kv_bytes:,}", f"{plain / row.kv_bytes:.2f}×", *cells])
+    return rows
+
+
+def _print_cache(screen: Screen, part: KvPart) -> None:
+    """What formats cost, which flags ask for them, and what was written."""
+    cells = _cache(part)
+    styles = ["dim", *("red" if row.broken else "bold" if row.name == part.which else "" for row in part.rows)]
+    table: list[Line] = [(row, None, style) for row, style in zip(cells, styles, strict=True)]
+    screen.tables(1, "l" + "r" * (len(cells[0]) - 1), table, (2, 5))
+    for line in _cache_lines(part):
+        screen.line(one_line(line))
+    found = next((row.quality for row in part.rows if row.quality is not None), None)
+    if found is not None:
+        words = (f"{plural(found.tokens, 'token')} of text, each read through the cache, in {part.dtype}; change of perplexity "
+                 f"{found.plain_perplexity:.4g} plain; ± is a standard error; KL in nats")  # fmt: skip
+        screen.line(words, "dim")
+
+
+def _cache_lines(part: KvPart) -> list[str]:
+    out = [f"checkpoint: {part.there}"]
+    if part.layers:
+        top = max(part.layers, key=lambda layer: max(layer[half]["largest"] for half in _HALVES))
+        cut = max(layer[half]["cut"] for half in _HALVES for layer in part.layers)
+        most = max(top[half]["largest"] for half in _HALVES)
+        words = f"scale 1.0 cuts off up to {cut:.2%} of a layer's" if cut else "scale 1.0 cuts nothing off"
+        out.append(f"largest key or value: {most:.4g} in layer {top['layer']}; {words}")
+    if part.written is not None:
+        sure = "less than 1.0 costs" + ("" if part.sure else ", though by no more than chance may do")
+        which = (part.which or "").removeprefix("fp8, ")
+        out.append(f"{part.written}: {part.tensors} scales ({which}), read back as written; they cost {sure}")
+    for name, engine, flags, warnings in part.uses:
+        out.append(f"{name} in {engine}: {' '.join(flags) or 'follows from the checkpoint'}")
+        out += [f"  {warning}" for warning in warnings]
+    return out

@@ -1,0 +1,213 @@
+"""One format of one model: what will be done for it, and doing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvctl.errors import UsageError
+from kvctl.record import Record
+from kvctl.weights import from_gguf
+from kvctl.weights.report import Row
+
+if TYPE_CHECKING:
+    from kvctl.weights.awq import make as awq
+    from kvctl.weights.backends import make as backends
+    from kvctl.weights.ways import Way
+
+Finish = Callable[[Path, Mapping[str, Any]], Mapping[str, str]]
+"""Called with a folder that is complete but for its name, and with what else is known for its row; see `Work.place`."""
+Tell = Callable[[str, int, int], None]
+"""A stage, how much of it is done, and of how much."""
+
+
+class Settings(Record):
+    """What may be asked of formats; each takes what is its own."""
+
+    group: int | None = None
+    dtype: str | None = None
+    """Of what is not packed: float16, bfloat16, float32."""
+    compute: str | None = None
+    """bitsandbytes' 4 bits: computed in."""
+    threshold: float | None = None
+    """LLM.int8's outliers."""
+    skip: tuple[str, ...] = ()
+    calibration: Path | None = None
+    samples: int = 16
+    length: int = 512
+    seed: int = 0
+
+    def check(self, way: Way) -> None:
+        """Refuses what the format does not have.
+
+        Raises:
+            UsageError: it is asked for.
+
+        """
+        ours = ("--skip", self.skip), ("--compute-dtype", self.compute), ("--int8-threshold", self.threshold)
+        own = (*(() if way.grouped else (("--group", self.group),)),
+               *(() if way.grouped or way.calibrated else (("--calib", self.calibration),)),
+               *(() if way.by else ours), *((("--dtype", self.dtype),) if way.backend else ()))  # fmt: skip
+        if way.grouped and not way.backend and self.dtype == "float32":
+            raise UsageError(f"--dtype fp32: readers of {way.name} know 16 bits", hint="fp16, bf16 or auto")
+        for option, value in own:
+            if value not in (None, ()):
+                raise UsageError(f"{option} is nothing for {way.name}", hint="leave it out")
+
+
+class Making:
+    """A format, of the model in a folder of safetensors."""
+
+    def __init__(self, way: Way, source: Path, settings: Settings) -> None:
+        settings.check(way)
+        self.way, self.source, self.settings = way, source, settings
+
+    def plan(self) -> Row:
+        """From headers alone."""
+        raise NotImplementedError
+
+    def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
+        """Write the checkpoint."""
+        raise NotImplementedError
+
+    def check(self, folder: Path) -> str:
+        """Hold the folder against the format's rules; what was held against what."""
+        raise NotImplementedError
+
+
+class _Awq(Making):
+    def _own(self) -> awq.Settings:
+        from kvctl.weights.awq import make as awq
+
+        given, searched = self.settings, self.way.name == "awq"
+        return awq.Settings(
+            given.group, given.samples, given.length, given.seed, given.calibration, given.dtype,
+            scale=searched, clip=searched, compensate=searched,
+        )  # fmt: skip
+
+    def plan(self) -> Row:
+        from kvctl.weights.awq import make as awq
+
+        if from_gguf.is_gguf(self.source):
+            raise UsageError(f"what {self.way.name} makes of a GGUF file is not known before that is dequantized",
+                             hint="without --dry-run, or give the folder that it was made of")  # fmt: skip
+        will = awq.plan(self.source, self._own())
+        return Row(
+            self.way.name, self.way.title, will.dtype, will.group, will.parameters, will.file_bytes, will.memory_bytes,
+            will.disk_bytes, facts={"tensor_parallel": list(will.ranks), "layers": will.layers},
+        )  # fmt: skip
+
+    def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
+        from kvctl.weights.awq import make as awq
+
+        awq.make(
+            self.source, target, self._own(), resume=resume, force=force,
+            finish=lambda folder, made: finish(folder, self._more(made)),
+            progress=lambda step: tell(step.stage, step.done, step.of),
+        )  # fmt: skip
+
+    @staticmethod
+    def _more(made: awq.Made) -> Mapping[str, Any]:
+        facts = {
+            "tensor_parallel": list(made.ranks), "layers": len(made.layers), "output_error": made.error,
+            "output_error_rounded_to_nearest": made.plain_error, "largest_state": made.largest,
+            "sites": [report.to_dict() | {"layer": at} for at, reports in enumerate(made.layers) for report in reports],
+        }  # fmt: skip
+        return {"facts": facts, "notes": made.notes}
+
+    def check(self, folder: Path) -> str:
+        from kvctl.weights import verify
+
+        found = verify.check(folder)
+        return f"{found.packed:,} packed layers and {found.tensors:,} tensors are AutoAWQ's, by name, shape, dtype and the reference dequantizer"
+
+
+class _Bitsandbytes(Making):
+    def _own(self) -> Any:
+        from kvctl.weights import bnb
+
+        given, kind = self.settings, self.way.name.removesuffix("-dq")
+        more = {} if given.threshold is None else {"threshold": given.threshold}
+        return bnb.Settings(
+            kind, self.way.name.endswith("-dq"), given.compute, skip=given.skip, dtype=given.dtype, **more
+        )
+
+    def plan(self) -> Row:
+        from kvctl.weights import bnb
+
+        will = bnb.plan(self.source, self._own())
+        return Row(
+            self.way.name, self.way.title, will.dtype, None if self.way.name == "int8" else 64, will.parameters,
+            will.tensor_bytes, will.memory_bytes, will.disk_bytes,
+            facts={"layers": will.packed, "kept": list(will.kept)}, notes=will.notes,
+        )  # fmt: skip
+
+    def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
+        from kvctl.weights import bnb
+
+        if resume:
+            raise UsageError(f"--resume: {self.way.name} is made in one go", hint="start it without --resume")
+        bnb.make(
+            self.source, target, self._own(), force=force, finish=lambda folder: finish(folder, {}),
+            progress=lambda step: tell(step.stage, step.done, step.of),
+        )  # fmt: skip
+
+    def check(self, folder: Path) -> str:
+        from kvctl.weights import bnb_verify
+
+        found = bnb_verify.check(folder, self.source)
+        return f"{found.packed:,} packed layers and {found.tensors:,} tensors are bitsandbytes', by name, shape and dtype, and stand for the original's weights"
+
+
+class _Backend(Making):
+    """Somebody else's quantizer, in an environment of its own."""
+
+    def plan(self) -> Row:
+        from kvctl.weights import checkpoint
+        from kvctl.weights.awq import make as awq
+
+        if from_gguf.is_gguf(self.source):
+            raise UsageError(f"what {self.way.name} makes of a GGUF file is not known before that is dequantized",
+                             hint="without --dry-run, or give the folder that it was made of")  # fmt: skip
+        if self.way.name == "awq":
+            will = awq.plan(self.source, awq.Settings(self.settings.group))
+            return Row(self.way.name, self.way.title, will.dtype, will.group, will.parameters, will.file_bytes,
+                       facts={"tensor_parallel": list(will.ranks)})  # fmt: skip
+        source, _ = checkpoint.open_source(self.source)
+        return Row(
+            self.way.name, self.way.title, "", None, sum(math.prod(shape) for shape in source.shapes.values()), None
+        )
+
+    def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
+        from kvctl.weights.backends import make as backends
+
+        if resume:
+            raise UsageError(f"--resume: {self.way.backend} works in one go", hint="start it without --resume")
+        given = self.settings
+        asked = backends.Settings(
+            self.way.backend, self.way.name, given.group, given.samples, given.length, given.seed, given.calibration
+        )
+        backends.make(
+            self.source, target, asked, force=force, finish=lambda folder, made: finish(folder, self._more(made)),
+            progress=lambda step: tell(step.stage, step.done, step.of),
+        )  # fmt: skip
+
+    def _more(self, made: backends.Made) -> Mapping[str, Any]:
+        facts = {
+            "backend": made.backend, "versions": dict(made.versions), "output_error": made.compared.error,
+            "output_error_rounded_to_nearest": made.compared.plain_error, **made.facts,
+        }  # fmt: skip
+        return {"facts": facts, "group": made.group, "dtype": "float16" if self.way.name == "awq" else "bfloat16"}
+
+    def check(self, folder: Path) -> str:
+        if self.way.name == "awq":
+            return _Awq(self.way, self.source, self.settings).check(folder)
+        return "names, shapes and dtypes are the format's, and a reader of kvctl's own finds weights no worse than rounded to nearest"
+
+
+def making(way: Way, source: Path, settings: Settings) -> Making:
+    """How this format is made."""
+    kind = _Backend if way.backend else _Bitsandbytes if way.by else _Awq
+    return kind(way, source, settings)
