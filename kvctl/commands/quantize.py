@@ -12,11 +12,10 @@ from kvctl.completing import (
     complete_devices,
     complete_dtypes,
     complete_models,
-    complete_output_formats,
-    complete_sources,
     complete_techniques,
     complete_weight_formats,
 )
+from kvctl.options_shared import Format, Json, Quiet, Revision, Source
 
 
 def quantize(
@@ -173,20 +172,8 @@ def quantize(
             "--device", metavar="NAME", help="Where it is measured: auto, cpu, cuda:N.", autocompletion=complete_devices
         ),
     ] = "auto",
-    source: Annotated[
-        Optional[str],
-        typer.Option(
-            "--source",
-            metavar="NAME",
-            help="Where to look: cache (the Hub's, on this machine) or hub.",
-            autocompletion=complete_sources,
-            show_default=False,
-        ),
-    ] = None,
-    revision: Annotated[
-        Optional[str],
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default=False),
-    ] = None,
+    source: Source = None,
+    revision: Revision = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say sizes, memory and disk that it would take, and make nothing.")
     ] = False,
@@ -199,14 +186,9 @@ def quantize(
         bool, typer.Option("--list-backends", help="List the backends: version, state, what they take and make.")
     ] = False,
     list_formats: Annotated[bool, typer.Option("--list-formats", help="List the formats that are known.")] = False,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format", "-f", metavar="FORMAT", help="table, json, csv or md.", autocompletion=complete_output_formats
-        ),
-    ] = "table",
-    json_: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes and warnings on stderr.")] = False,
+    format_: Format = "table",
+    json_: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make a smaller model, reload it, and measure what it cost.
 
