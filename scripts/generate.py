@@ -102,8 +102,9 @@ ABOUT = {
         "is a folder that transformers and vLLM load; it gets its name when it is complete, was held against the format's "
         "rules, reloaded from disk in a fresh process and measured against the original on the same tokens. A run that was "
         "stopped leaves no folder of that name; with --resume it goes on, to the same bytes.",
-        "awq is searched by kvctl itself, on a text; int8, nf4 and fp4 are bitsandbytes'. Both need the extra: pip install "
-        "'kvctl[quantize]'. GGUF files are dequantized first, and a note says what that means.",
+        "awq is searched by kvctl itself, on a text (pip install 'kvctl[measure]'); int8, nf4 and fp4 are bitsandbytes' (pip "
+        "install 'kvctl[quantize]'); others have environments of their own, see --list-backends. GGUF files are dequantized first, "
+        "and a note says what that means.",
         "The folder keeps the tokenizer, generation settings, chat template and licence of the model, and gets a model card "
         "and kvctl-quantize.json with all that was done and measured.",
         "Progress, notes and warnings go to standard error.",
