@@ -59,3 +59,9 @@ Format = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Short for --format json.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes and warnings on stderr.")]
+TextFile = Annotated[
+    Optional[str],
+    typer.Option(
+        "--text", metavar="FILE", help="The text. Default: English prose that kvctl brings.", show_default=False
+    ),
+]

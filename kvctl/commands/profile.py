@@ -19,7 +19,7 @@ from kvctl.completing import (
     complete_until,
     complete_weights,
 )
-from kvctl.options_shared import Format, Json, KDtype, Quiet, Revision, Set, Source, VDtype
+from kvctl.options_shared import Format, Json, KDtype, Quiet, Revision, Set, Source, TextFile, VDtype
 
 
 def profile(
@@ -218,12 +218,7 @@ def profile(
             show_default=False,
         ),
     ] = None,
-    text: Annotated[
-        Optional[str],
-        typer.Option(
-            "--text", metavar="FILE", help="The text. Default: English prose that kvctl brings.", show_default=False
-        ),
-    ] = None,
+    text: TextFile = None,
     max_ppl_increase: Annotated[
         Optional[str],
         typer.Option(

@@ -15,7 +15,7 @@ from kvctl.completing import (
     complete_techniques,
     complete_weight_formats,
 )
-from kvctl.options_shared import Format, Json, Quiet, Revision, Source
+from kvctl.options_shared import Format, Json, Quiet, Revision, Source, TextFile
 
 
 def quantize(
@@ -142,12 +142,7 @@ def quantize(
             show_default=False,
         ),
     ] = None,
-    text: Annotated[
-        Optional[str],
-        typer.Option(
-            "--text", metavar="FILE", help="The text. Default: English prose that kvctl brings.", show_default=False
-        ),
-    ] = None,
+    text: TextFile = None,
     max_ppl_increase: Annotated[
         Optional[str],
         typer.Option(

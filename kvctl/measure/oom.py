@@ -7,18 +7,18 @@ is ended before it would leave the system too little.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
+from kvctl.measure.child import child, end
 from kvctl.measure.memory import give_back, tells_shortage
 from kvctl.measure.report import Try, UntilOom
 from kvctl.measure.try_worker import Job
@@ -272,24 +272,24 @@ def _attempt(job: Job) -> End:
 
     """
     free = _host().available_bytes - job.reserve
-    with _child() as child:
-        answer, said = _Reader(child.stdout, _MOST_ANSWERED), _Reader(child.stderr, _MOST_SAID)
+    with _child() as worker:
+        answer, said = _Reader(worker.stdout, _MOST_ANSWERED), _Reader(worker.stderr, _MOST_SAID)
         stopped, most = None, 0
-        assert child.stdin is not None
+        assert worker.stdin is not None
         with suppress(BrokenPipeError):
-            child.stdin.write(pickle.dumps(job))
-            child.stdin.flush()
-        rss = _rss_reader(child.pid)
-        while child.poll() is None:
+            worker.stdin.write(pickle.dumps(job))
+            worker.stdin.flush()
+        rss = _rss_reader(worker.pid)
+        while worker.poll() is None:
             most = max(most, held := rss())
             stopped = _too_much(job, held)
             if stopped is not None:
-                _end(child)
+                end(worker)
                 if held < free // 2 and not stopped.startswith("took"):
                     raise _OthersTookIt
                 break
             time.sleep(_POLL_S)
-        status = child.wait()
+        status = worker.wait()
         return End(_parsed(answer.text()), status, stopped, _last_line(said.text()), most)
 
 
@@ -310,38 +310,9 @@ def _host() -> Any:
     return host_device()
 
 
-@contextmanager
-def _child() -> Iterator[subprocess.Popen[bytes]]:
-    """A worker, in a session of its own so that Ctrl-C is this process's alone; gone afterwards whatever happens."""
-    # As this process finds its modules, and nothing from where it happens to stand.
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
-    try:
-        child = subprocess.Popen(
-            [sys.executable, *_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise KvctlError(f"a process for a try cannot be started: {error.strerror}") from None
-    try:
-        yield child
-    finally:
-        _end(child)
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill it and whatever it started."""
-    if child.poll() is not None and not hasattr(os, "killpg"):
-        return
-    with suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        else:
-            child.kill()
+def _child() -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """A worker."""
+    return child(_WORKER)
 
 
 class _Reader:

@@ -5,7 +5,6 @@ The parent (kvctl.measure.oom) starts it with `python -m`. Whatever else is prin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -13,6 +12,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from kvctl.measure.child import end_with_parent, go_first
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _WARM = 8
 """Tokens of the pass before the one that counts: libraries start their threads and take their workspaces in it."""
-_PDEATHSIG, _SIGKILL = 1, 9  # prctl(2)
 
 
 class Job(Record):
@@ -54,31 +53,14 @@ class Job(Record):
 
 def main() -> None:
     """Answer one job and end, without the tidying of a Python that ends: there is nothing to tidy."""
-    _go_first()
+    go_first()
     answer = os.dup(1)
     os.dup2(2, 1)
     job = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     told = _told(job)
     os.write(answer, json.dumps(told).encode() + b"\n")
     os._exit(0)
-
-
-def _go_first() -> None:
-    """If memory ends, the kernel takes this process before any other; and it ends when its parent does."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0)
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of standard input for as long as it waits; so on every system."""
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 def _told(job: Job) -> dict[str, Any]:

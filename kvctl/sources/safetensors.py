@@ -81,6 +81,17 @@ def files_of(folder: Path) -> list[Path]:
     return _shards(folder, _read_index(folder))
 
 
+def named_files(folder: Path) -> list[Path]:
+    """The files that transformers would look for: those of the index, or model.safetensors; whether there or not.
+
+    Raises:
+        ConfigError: the index is not valid.
+
+    """
+    index = _read_index(folder)
+    return [folder / name for name in (["model.safetensors"] if index is None else index_files(index))]
+
+
 def small_tensors(path: Path, wanted: Callable[[str], bool], most: int) -> dict[str, tuple[float, ...]]:
     """The numbers in those tensors of a file that are wanted, of fp64 to fp16 and at most so many elements.
 

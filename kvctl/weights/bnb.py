@@ -7,6 +7,7 @@ What comes out is what transformers' from_pretrained with a BitsAndBytesConfig a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -248,7 +249,7 @@ class _Job:
         for names in self.pieces():
             held = 0
             for name in names:
-                dtype, count = self.stored_dtype(name), _count(self.source.shapes[name])
+                dtype, count = self.stored_dtype(name), math.prod(self.source.shapes[name])
                 own = self.own_bytes(name)
                 if self.modules[name] is None:
                     kept = tensor(name, (count,), dtype).bytes
@@ -258,13 +259,6 @@ class _Job:
                     most = max(most, held + own + count * _WORKING[kind][dtype])
                     held += count * bits // 8
         return most
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    out = 1
-    for length in shape:
-        out *= length
-    return out
 
 
 def _configuration(folder: Path) -> Any:
@@ -309,7 +303,7 @@ def _plan(job: _Job, source: Path) -> Plan:
     predicted = job.predicted()
     total = sum(one.bytes for one in predicted.values())
     headers = tensorfile.header_bytes({name: (one.dtype, one.shape, one.bytes) for name, one in predicted.items()})
-    shapes = {name: _count(job.source.shapes[name]) for name in job.modules}
+    shapes = {name: math.prod(job.source.shapes[name]) for name in job.modules}
     packed = [name for name, module in job.modules.items() if module is not None]
     notes, disk, memory = [], 2 * (total + headers), job.memory()
     if from_gguf.is_gguf(source):

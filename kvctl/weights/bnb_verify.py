@@ -60,10 +60,7 @@ class _Check:
         facts = config.get("quantization_config")
         if not isinstance(facts, dict) or facts.get("quant_method") != "bitsandbytes":
             raise SourceError(f"{jsonfile.plain(str(folder))} is no bitsandbytes checkpoint")
-        index = folder / safetensors.INDEX
-        names = (safetensors.index_files(jsonfile.read_file(index, limit=safetensors.INDEX_LIMIT)) if index.is_file()
-                 else ["model.safetensors"])  # fmt: skip
-        self.source = Source(folder, [folder / name for name in names])
+        self.source = Source(folder, safetensors.named_files(folder))
         self.kind = "int8" if facts.get("load_in_8bit") else str(facts.get("bnb_4bit_quant_type"))
         self.double = bool(facts.get("bnb_4bit_use_double_quant"))
         built = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)

@@ -12,17 +12,16 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
+from kvctl.measure.child import child, end_with_parent, go_first
 from kvctl.measure.memory import tells_shortage
 
-_PDEATHSIG, _SIGKILL = 1, 9  # prctl(2)
 _ERRORS: dict[str, type[KvctlError]] = {kind.__name__: kind for kind in (ConfigError, SourceError, UsageError)}
 _MOST_SAID = 8192
 _LONGEST_LINE = 64 * 2**20
@@ -42,15 +41,15 @@ def ask(
         KvctlError: its own error, in its own kind; or it was killed, ran out of memory, broke off or fell silent.
 
     """
-    with _child(module) as child:
+    with child(("-P", "-m", module)) as worker:
         lines: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
-        said = _Tail(child.stderr)
-        reader = threading.Thread(target=_read, args=(child.stdout, lines), daemon=True)
+        said = _Tail(worker.stderr)
+        reader = threading.Thread(target=_read, args=(worker.stdout, lines), daemon=True)
         reader.start()
-        assert child.stdin is not None
+        assert worker.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(job).encode() + b"\n")
-            child.stdin.flush()
+            worker.stdin.write(json.dumps(job).encode() + b"\n")
+            worker.stdin.flush()
         end = time.monotonic() + patience_s
         while True:
             try:
@@ -74,13 +73,13 @@ def ask(
             if "answer" in found and isinstance(found["answer"], Mapping):
                 return found["answer"]
             told(found)
-        raise _ended(what, child.wait(), said.text())
+        raise _ended(what, worker.wait(), said.text())
 
 
 def _ended(what: str, status: int, said: str) -> KvctlError:
     """The error for a worker that gave no answer."""
     line = _last_line(said)
-    if status == -_SIGKILL:
+    if status == -signal.SIGKILL:
         return KvctlError(f"{what}: its process was killed, as the kernel does when memory ends", hint=_KILLED_HINT)
     if tells_shortage(line):
         return KvctlError(f"{what}: out of memory: {line}", hint=_KILLED_HINT)
@@ -141,50 +140,16 @@ class _Tail:
         return self._kept.decode(errors="replace")
 
 
-@contextlib.contextmanager
-def _child(module: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker, in a session of its own so that Ctrl-C is this process's alone; gone afterwards whatever happens."""
-    # As this process finds its modules, and nothing from where it happens to stand.
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=env, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise KvctlError(f"a process cannot be started: {error.strerror}") from None
-    try:
-        yield child
-    finally:
-        _end(child)
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill it and whatever it started."""
-    if child.poll() is not None and not hasattr(os, "killpg"):
-        return
-    with contextlib.suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        else:
-            child.kill()
-
-
 # -- the worker's side ----------------------------------------------------------------------------------
 
 
 def serve(work: Callable[[Mapping[str, Any], Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]) -> None:
     """Answer one job and end, without the tidying of a Python that ends: there is nothing to tidy."""
-    _go_first()
+    go_first()
     out = os.dup(1)
     os.dup2(2, 1)
     job = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
     def tell(line: Mapping[str, Any]) -> None:
         data = json.dumps(line).encode() + b"\n"
@@ -206,20 +171,3 @@ def _answered(work: Any, job: Mapping[str, Any], tell: Any) -> Mapping[str, Any]
         if not is_out_of_memory(error):
             raise
         return {"error": "KvctlError", "message": f"out of memory: {shortage(error)}", "hint": _KILLED_HINT}
-
-
-def _go_first() -> None:
-    """If memory ends, the kernel takes this process before any other; and it ends when its parent does."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0)
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of standard input for as long as it waits; so on every system."""
-    while os.read(0, 4096):
-        pass
-    os._exit(1)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvctl.errors import KvctlError, SourceError
 from kvctl.record import Record
@@ -17,19 +17,16 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK = 1 << 20
-DTYPES = {
+_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+_NAMES = {ours: theirs for theirs, ours in _DTYPES.items()}
 _ALIGNMENT = 8  # so that readers may map tensors in place
 
 
 class Source:
     """The tensors of a folder, each read when it is asked for; files are not mapped, so memory holds no more than that."""
-
-    KNOWN: ClassVar[Mapping[str, str]] = DTYPES
-    """What may be in the files; formats that pack have more."""
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self.folder = folder
@@ -42,9 +39,9 @@ class Source:
             for name, dtype, shape, size in safetensors.read_header(path):
                 if name in self._places:
                     raise SourceError(f"{jsonfile.plain(str(folder))} has {jsonfile.plain(name)} twice")
-                if dtype not in self.KNOWN:
+                if dtype not in _DTYPES:
                     raise SourceError(f"{jsonfile.plain(name)} is {jsonfile.plain(dtype)[:20]}, which is not known",
-                                      hint="known: " + ", ".join(self.KNOWN))  # fmt: skip
+                                      hint="known: " + ", ".join(_DTYPES))  # fmt: skip
                 self.shapes[name], self.dtypes[name], self.sizes[name] = shape, dtype, size
                 self._places[name] = (path, start + header[name]["data_offsets"][0], shape)
 
@@ -78,7 +75,7 @@ class Source:
             raise SourceError(
                 f"{jsonfile.plain(path.name)} ends within {jsonfile.plain(name)}", hint="download it again"
             )
-        dtype = getattr(torch, self.KNOWN[self.dtypes[name]])
+        dtype = getattr(torch, _DTYPES[self.dtypes[name]])
         if not size:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -139,10 +139,7 @@ def _opened(folder: Path) -> tuple[Dequantized, Mapping[str, Any], dict[str, Any
     facts = config.get("quantization_config")
     if not isinstance(facts, dict) or facts.get("quant_method") != "awq":
         raise SourceError(f"{jsonfile.plain(str(folder))} is no AWQ checkpoint")
-    index = folder / safetensors.INDEX
-    names = (safetensors.index_files(jsonfile.read_file(index, limit=safetensors.INDEX_LIMIT)) if index.is_file()
-             else ["model.safetensors"])  # fmt: skip
-    return Dequantized(folder, [folder / name for name in names]), facts, config
+    return Dequantized(folder, safetensors.named_files(folder)), facts, config
 
 
 def _skeleton(folder: Path, source: Source) -> Any:

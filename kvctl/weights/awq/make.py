@@ -171,11 +171,11 @@ def plan(source: Path, settings: Settings) -> Plan:
     packed = sum(_packed_bytes(shape, job.group) for shape in job.shapes.values())
     of_slots = {f"{job.skeleton.name_of(index)}.{name}.weight" for index, name in job.shapes}
     names = [name for name in job.source.names() if name not in of_slots and name in _wanted(job)]
-    plain = sum(2 * _count(job.source.shapes[name]) for name in names)
-    largest_outside = max((2 * _count(job.source.shapes[name]) for name in job.skeleton.outside), default=0)
+    plain = sum(2 * math.prod(job.source.shapes[name]) for name in names)
+    largest_outside = max((2 * math.prod(job.source.shapes[name]) for name in job.skeleton.outside), default=0)
     states = 4 * settings.samples * settings.length * job.skeleton.config.hidden_size
     working = max(_layer_memory(job, index) for index in range(len(job.sites)))
-    parameters = sum(_count(job.source.shapes[name]) for name in _wanted(job))
+    parameters = sum(math.prod(job.source.shapes[name]) for name in _wanted(job))
     return Plan(job.group, job.dtype, len(job.sites), job.ranks, parameters, packed + plain, 2 * (packed + plain) + 2 * states,
                 max(2 * states, states + working, 2 * largest_outside))  # fmt: skip
 
@@ -183,13 +183,6 @@ def plan(source: Path, settings: Settings) -> Plan:
 def _wanted(job: _Job) -> set[str]:
     inside = {name for name in job.source.names() if name.startswith(f"{job.skeleton.prefix}layers.")}
     return inside | set(job.skeleton.outside)
-
-
-def _count(shape: Sequence[int]) -> int:
-    out = 1
-    for length in shape:
-        out *= length
-    return out
 
 
 def _packed_bytes(shape: tuple[int, ...], group: int) -> int:

@@ -112,18 +112,10 @@ def make(
             files = work.publish(source, config, job.pieces(out, work.folder), last)
             progress(Progress("files", 1, 1))
         except BaseException:
-            _give_up(work)
+            discard(target)
+            work.close()
             raise
     return made.replace(files=files)
-
-
-def _give_up(work: Work) -> None:
-    """Leave nothing, and what was to be replaced where it was."""
-    old = work.folder / "old"
-    if old.is_dir() and not work.target.exists():
-        old.rename(work.target)
-    discard(work.target)
-    work.close()
 
 
 class _Job:
@@ -258,10 +250,7 @@ def _written(out: Path) -> tuple[dict[str, Any], list[Path]]:
     if not (out / "config.json").is_file():
         raise SourceError("the backend wrote no config.json", hint="nothing was kept")
     config = jsonfile.read_file(out / "config.json")
-    index = out / safetensors.INDEX
-    names = (safetensors.index_files(jsonfile.read_file(index, limit=safetensors.INDEX_LIMIT)) if index.is_file()
-             else ["model.safetensors"])  # fmt: skip
-    files = [out / name for name in names]
+    files = safetensors.named_files(out)
     for file in files:
         if os.path.islink(file) or not file.is_file():
             raise SourceError(f"the backend wrote no {jsonfile.plain(file.name)}", hint="nothing was kept")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import SourceError
 from kvctl.record import Record
 from kvctl.sources import jsonfile, safetensors
-from kvctl.weights.tensorfile import DTYPES, Source
+from kvctl.weights.tensorfile import Source
 
 if TYPE_CHECKING:
     import torch
@@ -188,8 +188,6 @@ LAYOUTS: dict[str, Layout] = {
 
 class Decoded(Source):
     """A checkpoint as if its linear layers were not packed: [outputs, inputs] in float32."""
-
-    KNOWN: ClassVar[Mapping[str, str]] = {**DTYPES, "F8_E4M3": "float8_e4m3fn", "I8": "int8"}
 
     def __init__(self, folder: Path, files: Sequence[Path], layout: Layout, linear: Mapping[str, tuple[int, int]],
                  group: int) -> None:  # fmt: skip
