@@ -10,11 +10,13 @@ import importlib.util
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import awq_models
 import pytest
+from conftest import Outcome
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -142,6 +144,17 @@ def test_transformers_loads_it(small: Path) -> None:
     for ids in _prompts(512):
         wanted, gaps = _greedy(meant, ids)
         assert _same(_greedy(loaded, ids)[0], wanted, gaps)
+
+
+@pytest.mark.engine
+def test_tensors_that_kernels_make_of_weights_are_no_cache(kvctl: Callable[..., Outcome], small: Path) -> None:
+    """gptqmodel's for CPUs lay scales and zero points out anew at the first pass, beside the weights."""
+    pytest.importorskip("gptqmodel", reason="transformers reads AWQ with gptqmodel's kernels")
+    outcome = kvctl("profile", str(small), "--ctx", "192", "--decode", "64", "--repeat", "1", "--check", "--json", "-q")
+    assert outcome.code == 0, outcome.err
+    (point,) = outcome.json["results"]
+    # Keys and values, 2 layers, 2 heads of 32, 2 bytes, 256 tokens.
+    assert point["kv_bytes"] == point["kv_predicted_bytes"] == 2 * 2 * 2 * 32 * 2 * 256
 
 
 _VLLM = """

@@ -142,6 +142,9 @@ def test_a_checkpoint_is_complete_and_measured(kvctl: Run, folder: Path, tmp_pat
     assert "tokenizer.json" in {path.name for path in target.iterdir()}
     assert f"# {kept['model']['id']}, {name}" in (target / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    # Whatever packs them, it is as many parameters.
+    weights = kvctl("size", str(target), "--ctx", "1", "--json").json["results"][0]["weights"]
+    assert (weights["parameters"], weights["bytes"]) == (LINEAR + PLAIN, row["tensor_bytes"])
 
 
 def _stored(folder: Path) -> int:

@@ -317,10 +317,10 @@ def test_standard_input_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 # Weights
 
 
-def model(*files: str) -> Path:
+def model(**changes: Any) -> Path:
     folder = Path("m")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
     return folder
 
 
@@ -340,6 +340,76 @@ def test_packed_weights_have_bytes_and_no_parameters() -> None:
     weights = resolve("./m").weights
     assert weights is not None
     assert (weights.bytes, weights.parameters) == (420, None)
+
+
+# A layer of 64 inputs and 32 outputs, and a norm of 64: 2,112 parameters. The shapes are those that the tools write.
+_NORM: dict[str, tuple[str, list[int], int]] = {"model.norm.weight": ("BF16", [64], 128)}
+_LAYER = "model.layers.0.mlp.up_proj"
+_PACKED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, list[int], int]]]] = {
+    "AutoAWQ": ({"quant_method": "awq", "bits": 4}, {
+        "qweight": ("I32", [64, 4], 1024), "qzeros": ("I32", [2, 4], 32), "scales": ("F16", [2, 32], 128)}),
+    "GPTQ": ({"quant_method": "gptq", "bits": 8}, {
+        "qweight": ("I32", [16, 32], 2048), "qzeros": ("I32", [2, 8], 64), "scales": ("F16", [2, 32], 128), "g_idx": ("I32", [64], 256)}),
+    "GPTQ of 3 bits": ({"quant_method": "gptq", "bits": 3}, {
+        "qweight": ("I32", [6, 32], 768), "qzeros": ("I32", [2, 3], 24), "scales": ("F16", [2, 32], 128)}),
+    "GPTQ without zero points": ({"quant_method": "gptq", "bits": 4}, {
+        "qweight": ("I32", [8, 32], 1024), "scales": ("F16", [2, 32], 128)}),
+    "bitsandbytes, 4 bits": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {
+        "weight": ("U8", [1024, 1], 1024), "weight.absmax": ("U8", [32], 32), "weight.quant_map": ("F32", [16], 64),
+        "weight.nested_absmax": ("F32", [1], 4), "weight.nested_quant_map": ("F32", [256], 1024),
+        "weight.quant_state.bitsandbytes__nf4": ("U8", [90], 90)}),
+    "bitsandbytes, 8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {
+        "weight": ("I8", [32, 64], 2048), "SCB": ("F32", [32], 128), "weight_format": ("U8", [], 1)}),
+    "compressed-tensors, 4 bits": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+        {"weight_packed": ("I32", [32, 8], 1024), "weight_scale": ("BF16", [32, 2], 128), "weight_shape": ("I64", [2], 16)}),
+    "compressed-tensors, FP8": ({"quant_method": "compressed-tensors"}, {
+        "weight": ("F8_E4M3", [32, 64], 2048), "weight_scale": ("BF16", [32, 1], 64), "input_scale": ("BF16", [1], 2)}),
+    "compressed-tensors, NVFP4": ({"quant_method": "compressed-tensors"}, {
+        "weight_packed": ("U8", [32, 32], 1024), "weight_scale": ("F8_E4M3", [32, 4], 128), "weight_global_scale": ("F32", [1], 4),
+        "input_global_scale": ("F32", [1], 4)}),
+    "DeepSeek's FP8": ({"quant_method": "fp8"}, {
+        "weight": ("F8_E4M3", [32, 64], 2048), "weight_scale_inv": ("F32", [1, 1], 4)}),
+    "ModelOpt's NVFP4": ({"quant_algo": "NVFP4"}, {
+        "weight": ("U8", [32, 32], 1024), "weight_scale": ("F8_E4M3", [32, 4], 128), "weight_scale_2": ("F32", [], 4),
+        "input_scale": ("F32", [], 4)}),
+    "OpenAI's MXFP4": ({"quant_method": "mxfp4"}, {
+        "experts_blocks": ("U8", [1, 32, 2, 16], 1024), "experts_scales": ("U8", [1, 32, 2], 64)}),
+    "only the cache": ({"quant_method": "compressed-tensors", "config_groups": {}}, {
+        "weight": ("BF16", [32, 64], 4096), "k_scale": ("F32", [1], 4), "v_scale": ("F32", [1], 4)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", _PACKED)
+def test_parameters_are_counted_however_they_are_packed(writer: str) -> None:
+    facts, layer = _PACKED[writer]
+    stored = _NORM | {f"{_LAYER}.{name}": about for name, about in layer.items()}
+    tensors(model(quantization_config=facts) / "model.safetensors", **stored)
+    found = resolve("./m")
+    assert found.weights is not None
+    assert (found.weights.bytes, found.weights.parameters) == (sum(about[2] for about in stored.values()), 2112)
+    assert not any("names no quantization" in note for note in found.notes)
+
+
+def test_packings_that_are_not_known_have_no_parameters() -> None:
+    folder = model(quantization_config={"quant_method": "bitnet"})
+    tensors(folder / "model.safetensors", **_NORM, **{f"{_LAYER}.weight": ("U8", [8, 64], 512)})
+    weights = resolve("./m").weights
+    assert weights is not None
+    assert (weights.bytes, weights.parameters) == (640, None)
+
+
+def test_whole_numbers_where_nothing_says_what_they_stand_for() -> None:
+    folder = model()
+    tensors(folder / "model.safetensors", **_NORM, **{f"{_LAYER}.weight": ("I8", [32, 64], 2048)})
+    (note,) = resolve("./m").notes
+    assert f"{_LAYER}.weight is of I8, and config.json names no quantization" in note
+    # Older ModelOpt says it in a file beside; masks that old checkpoints bring are no weights.
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W8A8_INT8"}}))
+    assert not resolve("./m").notes
+    (folder / "hf_quant_config.json").unlink()
+    tensors(folder / "model.safetensors", **_NORM, **{"h.0.attn.bias": ("U8", [1, 1, 64, 64], 4096)})
+    assert not resolve("./m").notes
 
 
 def test_weights_from_the_index() -> None:

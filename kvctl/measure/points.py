@@ -232,6 +232,11 @@ class _Run:
     def _observed(self, ids: Any, point: Point) -> Point:
         """Cache and memory of one plain run, which also warms everything up; its time does not count."""
         asked, batch = self.asked, ids.shape[0]
+        if getattr(self.loaded.model, "hf_quantizer", None) is not None:
+            # Kernels of packed weights lay these out anew at their first use, in tensors that look like state then.
+            self.passes.begin(batch)
+            self.passes.feed(ids[:, :1])
+            self.passes.drop()
         held, use = observed(self.passes, self.devices, ids, asked.decode, asked.prefill_chunk, self._next, self._step)
         self.passes.drop()
         self._held = held[-1]

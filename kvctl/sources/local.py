@@ -77,7 +77,7 @@ def read_folder(folder: Path, where: str) -> Found:
     path = folder / CONFIG
     config = jsonfile.read_file(path)
     refuse_other_json(config, jsonfile.plain(str(path)))
-    weights, notes = safetensors.folder_weights(folder)
+    weights, notes = safetensors.folder_weights(folder, config)
     absolute = os.path.abspath(folder)
     snapshot = _SNAPSHOT.search(absolute)
     name = snapshot["repo"].replace("--", "/", 1) if snapshot else os.path.basename(absolute) or absolute

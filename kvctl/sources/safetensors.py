@@ -27,14 +27,14 @@ _MOST_DIMENSIONS = 64
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
-def folder_weights(folder: Path) -> tuple[Weights | None, tuple[str, ...]]:
+def folder_weights(folder: Path, config: Mapping[str, Any]) -> tuple[Weights | None, tuple[str, ...]]:
     """The weights in a model's folder, and a note where they are there and cannot be told."""
     try:
         index = _read_index(folder)
         shards = _shards(folder, index)
         if index is not None and not all(shard.is_file() for shard in shards):
             return _from_index(index), ()
-        return (_from_headers(shards), ()) if shards else (None, ())
+        return _from_headers(folder, shards, config) if shards else (None, ())
     except KvctlError as error:
         return None, (f"weights unknown: {error.message}",)
     except OSError as error:
@@ -187,14 +187,22 @@ def _shards(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:
     return ours or found
 
 
-def _from_headers(shards: Iterable[Path]) -> Weights:
+def _from_headers(folder: Path, shards: Iterable[Path], config: Mapping[str, Any]) -> tuple[Weights, tuple[str, ...]]:
+    from kvctl.sources import packed
+
+    tensors = [named for shard in shards for named in read_header(shard)]
+    size = sum(length for *_, length in tensors)
+    facts = packed.quantized(config, folder)
+    if facts is not None:
+        return Weights(size, packed.parameters(tensors, facts), "safetensors headers"), ()
     counts: Counter[str] = Counter()
-    size = 0
-    for shard in shards:
-        for _, dtype, shape, length in read_header(shard):
-            counts[dtype] += math.prod(shape)
-            size += length
-    return Weights(size, _unpacked(counts, counts.total()), "safetensors headers")
+    for _, dtype, shape, _ in tensors:
+        counts[dtype] += math.prod(shape)
+    odd = packed.plain_integers(tensors)
+    notes = () if odd is None else (
+        f"{jsonfile.plain(odd[0])} is of {odd[1]}, and config.json names no quantization: engines take such numbers as they are, or refuse them",
+    )  # fmt: skip
+    return Weights(size, _unpacked(counts, counts.total()), "safetensors headers"), notes
 
 
 def _from_index(index: Mapping[str, Any]) -> Weights:
