@@ -391,17 +391,16 @@ def test_what_cannot_be_calibrated_or_written(llama: Path, found: Calibrated, tm
     with pytest.raises(SourceError, match="no folder"):
         kv_write.write(tmp_path / "model.gguf", tmp_path / "no", found.scales)
     with pytest.raises(ConfigError, match="layer 7 has cannot be told"):
-        kv_write.modules_of(["model.layers.0.self_attn.k_proj.weight"], Scales((LayerScales(7, (1.0,), (1.0,)),)))
+        kv_write.modules_of(["model.layers.0.self_attn.k_proj.weight"], [7])
     # GPT-2 calls it attn, and vLLM would look for attn.attn.k_scale; SGLang for another name.
     with pytest.raises(ConfigError, match="none of its tensors is called"):
-        kv_write.modules_of(["transformer.h.0.attn.c_attn.weight"], Scales((LayerScales(0, (1.0,), (1.0,)),)))
+        kv_write.modules_of(["transformer.h.0.attn.c_attn.weight"], [0])
     # A vision tower has attention too.
     names = [
         "model.vision_tower.layers.0.self_attn.k_proj.weight",
         "model.language_model.layers.0.self_attn.k_proj.weight",
     ]
-    one = Scales((LayerScales(0, (1.0,), (1.0,)),))
-    assert kv_write.modules_of(names, one) == {0: "model.language_model.layers.0.self_attn"}
+    assert kv_write.modules_of(names, [0]) == {0: "model.language_model.layers.0.self_attn"}
     with pytest.raises(UsageError, match="divides nothing"):
         kv_write.write(llama, tmp_path / "no", Scales((LayerScales(0, (0.0,), (1.0,)), *found.scales.layers[1:])))
     eager = load(build_spec(read_folder(llama, str(llama))), Wanted(attention="eager"), FP32)

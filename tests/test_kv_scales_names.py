@@ -176,6 +176,15 @@ def test_flags_of_every_engine() -> None:
         "kvctl quantize MODEL --kv fp8 -o DIR writes calibrated ones",
     )
     assert use("vllm", "fp8", scaled) == made.replace(flags=(), warnings=())
+    # Where none can be written, nobody is told to.
+    for method, said in (
+        ("awq", "no place for any in one of method awq"),
+        ("gguf", "no place"),
+        ("quark", "the tool of quark writes"),
+    ):
+        (warning,) = use("vllm", "fp8", checkpoint({"quant_method": method}, scales=False)).warnings
+        assert said in warning
+        assert "kvctl quantize" not in warning
     made = use("sglang", "fp8", checkpoint(FP8))
     assert (made.flags, made.warnings) == (("--kv-cache-dtype fp8_e4m3",), ())
     assert use("sglang", "fp8", scaled).flags == ()

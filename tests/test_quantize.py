@@ -300,6 +300,30 @@ def test_formats_of_the_cache_are_measured(kvctl: Run, folder: Path) -> None:
 
 
 @torch_only
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, "pass over scales of the cache in a checkpoint of method awq"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": []}}, "written by its own tool"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "one scale a layer, and none a head"),
+])  # fmt: skip
+def test_scales_that_cannot_be_written_are_refused_before_anything_is_loaded(
+    kvctl: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    import shutil
+
+    from kvctl.measure import load
+
+    source = tmp_path / "model"
+    shutil.copytree(folder, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    monkeypatch.setattr(load, "load", lambda *_: pytest.fail("it was loaded"))
+    outcome = kvctl("quantize", str(source), "--kv", "fp8", "--per-head", "-o", str(tmp_path / "out"), *QUICK)
+    assert outcome.code == 1
+    assert said in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@torch_only
 def test_scales_are_written_where_they_help(kvctl: Run, folder: Path, tmp_path: Path) -> None:
     """The same model with values 65,536 times as large and what follows as much smaller: FP8 cuts them off."""
     import shutil

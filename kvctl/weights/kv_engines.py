@@ -13,7 +13,7 @@ from kvctl.engines.commandline import COMMON
 from kvctl.engines.flags import FLAGS
 from kvctl.errors import UsageError
 from kvctl.record import Record
-from kvctl.weights.kv_scales import HEAD, TENSOR
+from kvctl.weights.kv_scales import HEAD, OWN_TOOL, TENSOR, WRITABLE
 
 if TYPE_CHECKING:
     from kvctl.sources.kv_scales import FoundScales
@@ -40,7 +40,6 @@ _NAMES = {
     "sglang": frozenset(("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale")),
 }
 """Spellings that an engine's loader knows; vLLM knows output_scale with fp8 and Quark alone."""
-_DECLARED_BY_TOOLS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "quark")
 
 
 class Use(Record):
@@ -106,12 +105,21 @@ def reads(engine: str, found: FoundScales) -> bool | None:
     if method == "compressed-tensors":
         # vLLM gives attention parameters for scales with or without a scheme; heads of their own need one.
         return declared and not found.per_head if engine == "sglang" else declared or not found.per_head
-    return method in _DECLARED_BY_TOOLS and declared and not found.per_head
+    return method in OWN_TOOL and declared and not found.per_head
+
+
+def _advice(method: str | None) -> str:
+    """How a checkpoint whose weights are quantized by this method comes to scales."""
+    if method in WRITABLE:
+        return "kvctl quantize MODEL --kv fp8 -o DIR writes calibrated ones"
+    if method in OWN_TOOL:
+        return f"the tool of {method} writes them, with the weights"
+    return f"there is no place for any in one of method {method} (in compressed-tensors, fp8 and unquantized ones there is)"
 
 
 def _warnings(engine: str, found: FoundScales) -> list[str]:
     title = _TITLES[engine]
-    write = "kvctl quantize MODEL --kv fp8 -o DIR writes calibrated ones"
+    write = _advice(found.method)
     if found.broken is not None:
         return [f"{found.broken} is no scale that divides: the checkpoint is damaged"]
     if not found.scales:

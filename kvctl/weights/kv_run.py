@@ -131,6 +131,10 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
             raise UsageError(
                 "a GGUF file has no place for scales of the cache", hint="give the folder that it was made of"
             )
+        from kvctl.weights import kv_write
+        from kvctl.weights.kv_scales import HEAD, TENSOR, layers_of
+
+        kv_write.check(ask.source, layers_of(spec), HEAD if ask.per_head else TENSOR)
         check_target(ask.target, ask.source, ask.force)
     there = _there(ask.source)
     loaded, dtype = _loaded(ask, now)
@@ -156,7 +160,7 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
 
 def _there(source: Path) -> stored.FoundScales:
     if from_gguf.is_gguf(source):
-        return stored.FoundScales((), None, None)
+        return stored.FoundScales((), "gguf", None)
     return stored.of_folder(source)
 
 

@@ -18,6 +18,11 @@ LARGEST = 448.0
 TENSOR, HEAD = "tensor", "attn_head"
 """compressed-tensors' words: one scale a layer, or one for each KV head of it."""
 
+WRITABLE = (None, "compressed-tensors", "fp8")
+"""Methods of weights beside which kvctl writes scales that vLLM and SGLang read; None: weights that are not quantized."""
+OWN_TOOL = ("modelopt", "modelopt_fp4", "modelopt_mixed", "quark")
+"""Methods whose own tool writes scales with the weights. With all others engines pass over scales of the cache."""
+
 
 class LayerScales(Record):
     """Of one decoder layer: one scale, or one for each KV head."""

@@ -25,7 +25,7 @@ from kvctl.record import Record
 from kvctl.sources import jsonfile, kv_scales, safetensors
 from kvctl.weights import tensorfile
 from kvctl.weights.checkpoint import Finish, Work, check_target, copy_kept, discard, write_config
-from kvctl.weights.kv_scales import HEAD, TENSOR, Scales
+from kvctl.weights.kv_scales import HEAD, OWN_TOOL, TENSOR, Scales
 
 FILE = "model-kv-scales.safetensors"
 ONLY_CACHE: Mapping[str, Any] = {
@@ -65,11 +65,9 @@ def write(
         KvctlError: it cannot be written.
 
     """
-    config, files = _checked(source)
-    changed = {**config, "quantization_config": declared(config, scales.strategy)}
-    if changed["quantization_config"] is None:
-        changed = dict(config)
-    modules = modules_of([named[0] for file in files for named in safetensors.read_header(file)], scales)
+    config, files, scheme = _checked(source, scales.strategy)
+    changed = dict(config) if scheme is None else {**config, "quantization_config": scheme}
+    modules = modules_of(_names(files), [one.layer for one in scales.layers])
     check_target(target, source, force)
     tensors = _tensors(scales, modules)
     how: set[str] = set()
@@ -112,7 +110,23 @@ def write(
     return WrittenScales(paths, "copied" if "copied" in how else " and ".join(sorted(how)), len(tensors), made[0].size)
 
 
-def _checked(source: Path) -> tuple[dict[str, Any], list[Path]]:
+def check(source: Path, layers: Sequence[int], strategy: str = TENSOR) -> None:
+    """Refuses a source that scales of these layers cannot be written into, from its configuration and headers alone.
+
+    Raises:
+        SourceError, ConfigError: as `write`.
+
+    """
+    _, files, _ = _checked(source, strategy)
+    modules_of(_names(files), layers)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    return [named[0] for file in files for named in safetensors.read_header(file)]
+
+
+def _checked(source: Path, strategy: str) -> tuple[dict[str, Any], list[Path], dict[str, Any] | None]:
+    """The configuration, the files of weights, and the quantization_config that they are to have (see `declared`)."""
     where = jsonfile.plain(str(source))
     if not source.is_dir():
         raise SourceError(f"{where} is no folder with a model's files", hint="hf download fetches a model; of a GGUF file, "
@@ -128,7 +142,10 @@ def _checked(source: Path) -> tuple[dict[str, Any], list[Path]]:
     if there.declared is not None or there.dynamic:
         raise ConfigError(f"{where}: its configuration declares a cache in {there.declared} and has no scales of it",
                           hint="calibrate the checkpoint that it was made of")  # fmt: skip
-    return config, files
+    try:
+        return config, files, declared(config, strategy)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def declared(config: Mapping[str, Any], strategy: str = TENSOR) -> dict[str, Any] | None:
@@ -152,14 +169,14 @@ def declared(config: Mapping[str, Any], strategy: str = TENSOR) -> dict[str, Any
             None  # its readers look for k_scale and v_scale whatever it declares; --kv-cache-dtype fp8 has to be said
         )
     name = str(method)[:40]
-    if method in ("modelopt", "modelopt_fp4", "modelopt_mixed", "quark"):
+    if method in OWN_TOOL:
         raise ConfigError(f"scales for a checkpoint of method {name} are written by its own tool, with the weights",
                           hint="ModelOpt: --kv_cache_qformat fp8; Quark: --kv_cache_dtype fp8")  # fmt: skip
     raise ConfigError(f"vLLM and SGLang pass over scales of the cache in a checkpoint of method {name}, and run with 1.0",
                       hint="write them into the model that it was made of, or one quantized as compressed-tensors or fp8")  # fmt: skip
 
 
-def modules_of(names: Sequence[str], scales: Scales) -> dict[int, str]:
+def modules_of(names: Sequence[str], layers: Sequence[int]) -> dict[int, str]:
     """The attention of each layer as the checkpoint's tensors name it.
 
     Raises:
@@ -171,13 +188,13 @@ def modules_of(names: Sequence[str], scales: Scales) -> dict[int, str]:
         match = _ATTENTION.match(name)
         if match is not None and not _TOWERS & set(name.split(".")):
             found.setdefault(int(match["layer"]), set()).add(match["module"])
-    for one in scales.layers:
-        modules = sorted(found.get(one.layer, ()))
+    for layer in layers:
+        modules = sorted(found.get(layer, ()))
         if len(modules) != 1:
             seen = " and ".join(modules[:2]) or "none of its tensors is called …layers.N.self_attn.k_proj"
-            raise ConfigError(f"which attention layer {one.layer} has cannot be told: {jsonfile.plain(seen)}",
+            raise ConfigError(f"which attention layer {layer} has cannot be told: {jsonfile.plain(seen)}",
                               hint="vLLM and SGLang read scales of …layers.N.self_attn")  # fmt: skip
-    return {one.layer: next(iter(found[one.layer])) for one in scales.layers}
+    return {layer: next(iter(found[layer])) for layer in layers}
 
 
 def _tensors(scales: Scales, modules: Mapping[int, str]) -> dict[str, Any]:
