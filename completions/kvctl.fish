@@ -225,6 +225,8 @@ complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l compare -x -a 'aw
 complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l backend -x -a 'kvctl autoawq gptqmodel llm-compressor' -d 'Who makes awq'
 complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l kv -x -a 'int8 int4 int2 kivi8 kivi4 kivi2 fp8 fp8_e5m2 fp8_per_token_head int8_per_token_head int4_per_token_head mxfp8 mxfp4 nvfp4 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl paged streaming-llm h2o scissorhands tova snapkv pyramidkv expected-attention knorm gqa window random plain' -d 'What formats of the KV cache cost this model'
 complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l per-head -d 'Scales for each KV head, which vLLM reads and SGLang does not'
+complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l ctx -x -d 'Tokens at which caches are told, and what fits'
+complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l gpu -x -a '(__kvctl_ask kvctl quantize --gpu)' -d 'Say what fits'
 complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l group -x -d 'Inputs that share a scale in awq'
 complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l calib -r -d 'A text that awq is searched on'
 complete -c kvctl -n '__fish_seen_subcommand_from quantize' -l calib-samples -x -d 'Pieces of it'

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
+from kvctl.formats import BF16, DType, model_dtype
+from kvctl.record import Record
 
 if TYPE_CHECKING:
+    from kvctl.spec import ModelSpec
     from kvctl.weights.judge import Exam
     from kvctl.weights.making import Settings
     from kvctl.weights.report import Gate
@@ -44,8 +47,36 @@ def read_ways(
     return found
 
 
-def read_formats(kv: str, others: dict[str, object]) -> tuple[str, ...]:
-    """Formats of the cache, each a technique that packs it.
+class Caches(Record):
+    """Formats of the cache that are asked about."""
+
+    techniques: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    """Other names that the plain cache was given."""
+
+    def notes(self, spec: ModelSpec) -> tuple[str, ...]:
+        """What the plain cache of a model is, where it was named otherwise.
+
+        Raises:
+            UsageError: it takes another number of bytes.
+
+        """
+        own = spec.dtype if isinstance(spec.dtype, DType) else BF16
+        named = {name: model_dtype(name) for name in self.plain}
+        for name, dtype in named.items():
+            if dtype is not None and dtype.bytes != own.bytes:
+                raise UsageError(
+                    f"--kv {name}: {spec.id} is {own.name}, and so is its plain cache", hint=f"--kv {own.name}"
+                )
+        return tuple(
+            f"{name}: the plain cache of this model is {own.name}"
+            for name, dtype in named.items()
+            if dtype not in (None, own)
+        )
+
+
+def read_caches(kv: str | None, others: Mapping[str, object]) -> Caches:
+    """Formats of the cache, each a technique that packs it; `others` are options that are nothing without weights to make.
 
     Raises:
         UsageError: unknown, or beside options that are about weights.
@@ -53,14 +84,22 @@ def read_formats(kv: str, others: dict[str, object]) -> tuple[str, ...]:
     """
     from kvctl.techniques import parse_list
 
+    if kv is None:
+        return Caches()
     given = [option for option, value in others.items() if value]
     if given:
         raise UsageError(
-            f"{given[0]} is about weights, and --kv about the cache", hint="one after the other: each is measured alone"
+            f"{given[0]} is about weights, and --kv about the cache",
+            hint="--compare NAMES, or --weights NAME -o DIR, beside it",
         )
-    found = parse_list([kv])
-    if not found:
-        raise UsageError("--kv: no format is named", hint="--kv fp8,int8,int4")
+    names = [part.strip() for part in kv.split(",") if part.strip()]
+    plain = tuple(name for name in names if name.lower() in ("plain", "auto") or model_dtype(name) is not None)
+    found = parse_list([name for name in names if name not in plain], "--kv")
+    if not found and (not plain or others):
+        raise UsageError(
+            "--kv: no format is named that is smaller" if plain else "--kv: no format is named",
+            hint="--kv fp8,int8,int4",
+        )
     for one in found:
         if (
             one.like_plain
@@ -73,7 +112,7 @@ def read_formats(kv: str, others: dict[str, object]) -> tuple[str, ...]:
                 f"--kv {one.name[:40]}: that is no format of the cache",
                 hint="kvctl profile MODEL --technique measures others",
             )
-    return tuple(one.name for one in found)
+    return Caches(tuple(one.name for one in found), plain)
 
 
 def read_settings(
@@ -115,8 +154,27 @@ def _dtype(text: str, option: str) -> str:
     return found
 
 
-def read_exam(tokens: int | None, text: str | None, device: str) -> Exam:
-    """What the original and each format are scored on.
+def read_context(ctx: str | None) -> int:
+    """Tokens at which bytes of caches are told.
+
+    Raises:
+        UsageError: several lengths, or none.
+
+    """
+    from kvctl.options_profile import asked_contexts
+    from kvctl.weights.report import CONTEXT
+
+    found = asked_contexts(ctx)
+    if found is not None and len(found) > 1:
+        raise UsageError(f"--ctx: one length, and {len(found)} are named", hint="--ctx 32k")
+    return CONTEXT if found is None else found[0]
+
+
+def read_exam(
+    tokens: int | None, text: str | None, device: str, caches: Sequence[str] = (), *, alone: bool = False
+) -> Exam:
+    """What the original and each format are scored on; of what is read through a cache the first half of a window is its
+    prompt. `alone`: no weights are made, and caches are measured in this process.
 
     Raises:
         UsageError: too many or too few tokens.
@@ -132,10 +190,15 @@ def read_exam(tokens: int | None, text: str | None, device: str) -> Exam:
     count = usual.windows * (usual.length - 1) if tokens is None else tokens
     if not 1 <= count <= 2**20:
         raise UsageError(f"--tokens: {count} is out of range", hint="from 1 to 1,048,576")
-    length = min(usual.length, count + 1)
-    windows = -(-count // (length - 1))
+    length = min(usual.length, 2 * count + 2 if caches else count + 1)
+    scored = length - 1 - (length // 2 if caches else 0)
+    windows = usual.windows if tokens is None else -(-count // scored)
     return usual.replace(
-        text=None if text is None else Path(text), windows=windows, length=length, device=device_of(device)
+        text=None if text is None else Path(text),
+        windows=windows,
+        length=length,
+        device=device_of(device),
+        caches=() if alone else tuple(caches),
     )
 
 

@@ -11,6 +11,7 @@ from kvctl.units import format_bytes
 
 if TYPE_CHECKING:
     from kvctl.measure.quality import Quality
+    from kvctl.reports import Fit
     from kvctl.screen_lines import Row as Line
     from kvctl.weights.backends.environments import Plan
     from kvctl.weights.report import QuantizeReport, Row
@@ -25,10 +26,16 @@ def emit_quantize(report: QuantizeReport, form: str, *, quiet: bool) -> None:
     if form == "json":
         output.print_json(report.to_dict())
     elif form == "csv":
-        flat = [_flat(report, row) for row in report.rows]
+        flat = [line for row in report.rows for line in _flat(report, row)]
         if report.kv is not None:
             flat = [
-                {"model": report.model.id, "format": row.name, "kv_bytes": row.kv_bytes, **_quality(row.quality)}
+                {
+                    "model": report.model.id,
+                    "format": row.name,
+                    "kv_bytes": row.kv_bytes,
+                    **_quality(row.quality),
+                    **_fit(row.fit),
+                }
                 for row in report.kv.rows
             ]
         output.print_csv(flat)
@@ -124,17 +131,38 @@ def may_install(plan: Plan, *, yes: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _flat(report: QuantizeReport, row: Row) -> dict[str, Any]:
-    """Without what a cell cannot hold."""
+def _flat(report: QuantizeReport, row: Row) -> list[dict[str, Any]]:
+    """Without what a cell cannot hold; a line for each format of the cache."""
     out: dict[str, Any] = {"model": report.model.id}
     out |= {
-        name: value for name, value in row.to_dict().items() if not isinstance(value, list | dict) and name != "judged"
+        name: value
+        for name, value in row.to_dict().items()
+        if not isinstance(value, list | dict) and name not in ("judged", "fit")
     }
-    judged = row.judged
-    return out | {
-        "perplexity": None if judged is None else judged.perplexity,
-        **_quality(None if judged is None else judged.quality),
-        "tokens_per_second": None if judged is None else judged.tokens_per_second,
+    out |= {"context": report.context}
+    if not row.caches:
+        judged = row.judged
+        return [out | {
+            "cache": "plain", "kv_bytes": None, "perplexity": None if judged is None else judged.perplexity,
+            **_quality(None if judged is None else judged.quality),
+            "tokens_per_second": None if judged is None else judged.tokens_per_second, **_fit(row.fit),
+        }]  # fmt: skip
+    lines = []
+    for cell in row.caches:
+        judged_cell = cell.judged
+        lines.append(out | {
+            "cache": cell.name, "kv_bytes": cell.kv_bytes, "perplexity": None if judged_cell is None else judged_cell.perplexity,
+            **_quality(cell.quality), "tokens_per_second": None if judged_cell is None else judged_cell.tokens_per_second,
+            **_fit(cell.fit), "pareto": cell.pareto, "error": row.error or (None if judged_cell is None else judged_cell.error),
+        })  # fmt: skip
+    return lines
+
+
+def _fit(fit: Fit | None) -> dict[str, Any]:
+    """What fits, a cell each."""
+    return {
+        "max_context": None if fit is None else fit.max_context,
+        "max_concurrency": None if fit is None else fit.max_concurrency,
     }
 
 

@@ -5,57 +5,89 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvctl.units import format_bytes, format_seconds, plural
-from kvctl.weights.report import CONTEXT
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
+    from kvctl.reports import Fit
     from kvctl.screen_lines import Row as Line
     from kvctl.screen_lines import Screen
+    from kvctl.weights.judge import CacheJudged, Judged
     from kvctl.weights.kv_run import KvPart
     from kvctl.weights.report import QuantizeReport, Row
 
 _HALVES = ("keys", "values")
-_SIZES = ["", "format", "weights", "bytes", "bits"]
+_SIZES = ["weights", "bytes", "bits"]
 _MAKING = ["memory", "disk"]
 _QUALITY = ["perplexity", "change", "±", "KL", "top-1", "tokens/s"]
+_FITS = ["longest", "requests"]
+
+
+class _Table:
+    """A heading and a row for each format, or for each with each format of the cache; columns in groups that stay together."""
+
+    def __init__(self, report: QuantizeReport) -> None:
+        self.matrix = any(row.caches for row in report.rows)
+        self.lead = ["", "format", "cache"] if self.matrix else ["", "format"]
+        sizes = ["weights", f"cache at {report.context:,}", "both", "bits"] if self.matrix else _SIZES
+        quality = any(row.judged is not None for row in report.rows)
+        parts = [(sizes, True), (_MAKING, report.dry), (_QUALITY, quality), (_FITS, report.gpus is not None)]
+        self.groups = [names for names, shown in parts if shown]
+        self.rows: list[tuple[list[str], str]] = []
+        for row in report.rows:
+            limit = report.model.max_context
+            making = _making(row) if report.dry else []
+            weights, held, bits = _size(row)
+            if not row.caches:
+                cells = [weights, held, bits, *making, *(_quality(row.judged) if quality else [])]
+                cells += _fit_cells(row.fit, limit) if report.gpus is not None else []
+                # One that could not be made, where others stand in the matrix.
+                lead = ["", row.name, "–"] if self.matrix else ["*" if row.pareto else "", row.name]
+                cells = [held, "–", "–", *cells[2:]] if self.matrix else cells
+                self.rows.append((lead + cells, "red" if row.error is not None or row.broken else ""))
+            for cell in row.caches:
+                cells = [
+                    weights,
+                    format_bytes(cell.kv_bytes),
+                    held,
+                    bits,
+                    *making,
+                    *(_quality(cell.judged) if quality else []),
+                ]
+                cells += _fit_cells(cell.fit, limit) if report.gpus is not None else []
+                bad = bool(cell.broken) or (cell.judged is not None and cell.judged.error is not None)
+                lead = ["*" if cell.pareto else "", row.name, cell.name]
+                self.rows.append((lead + cells, "red" if bad else ""))
+
+    @property
+    def head(self) -> list[str]:
+        return [*self.lead, *(name for names in self.groups for name in names)]
 
 
 def table_of(report: QuantizeReport) -> list[list[str]]:
     """A heading and a row for each format."""
     if report.kv is not None:
-        return _cache(report.kv)
-    quality = any(row.judged is not None for row in report.rows)
-    rows = [_SIZES[1:] + (_MAKING if report.dry else []) + (_QUALITY if quality else [])]
-    return rows + [
-        _size(row)[1:] + (_making(row) if report.dry else []) + (_quality(row) if quality else [])
-        for row in report.rows
-    ]
+        return _cache(report.kv, report.gpus is not None, report.model.max_context)
+    table = _Table(report)
+    return [table.head[1:], *(cells[1:] for cells, _ in table.rows)]
 
 
 def print_quantize(screen: Screen, report: QuantizeReport) -> None:
     """The table, and the lines that explain it."""
     if report.kv is not None:
-        _print_cache(screen, report.kv)
+        _print_cache(screen, report, report.kv)
         return
-    sizes = [_SIZES, *map(_size, report.rows)]
-    if report.dry:
-        sizes = [row + more for row, more in zip(sizes, [_MAKING, *map(_making, report.rows)], strict=True)]
-    parts = [sizes]
-    if any(row.judged is not None for row in report.rows):
-        quality = [_QUALITY, *map(_quality, report.rows)]
-        whole = [row + more for row, more in zip(sizes, quality, strict=True)]
-        parts = [whole]
-        if screen.width_of(whole) > screen.console.width:
-            parts = [sizes, [row[:2] + more for row, more in zip(sizes, quality, strict=True)]]
-    styles = ["dim", *("red" if row.error is not None or row.broken else "" for row in report.rows)]
-    for number, part in enumerate(parts):
-        if number:
-            screen.line()
-        table: list[Line] = [(cells, None, style) for cells, style in zip(part, styles, strict=True)]
-        screen.table("ll" + "r" * (len(part[0]) - 2), table, bold=2)
+    table = _Table(report)
+    lines: list[Line] = [(table.head, None, "dim"), *((cells, None, style) for cells, style in table.rows)]
+    lead = len(table.lead)
+    screen.tables(
+        lead, "l" * lead + "r" * (len(table.head) - lead), lines, [len(names) for names in table.groups], bold=lead
+    )
     for row in report.rows:
         if row.error is not None:
             screen.line(one_line(f"{row.name}: {row.error}"), "red")
+        for cell in row.caches:
+            if cell.judged is not None and cell.judged.error is not None:
+                screen.line(one_line(f"{row.name}, {cell.name}: {cell.judged.error}"), "red")
     for row in report.rows[1:]:
         for line in _lines(report, row):
             screen.line(one_line(line))
@@ -65,20 +97,19 @@ def print_quantize(screen: Screen, report: QuantizeReport) -> None:
 
 def _size(row: Row) -> list[str]:
     if row.bytes is None or row.bits is None:
-        return ["", row.name, "–", "–", "–"]
+        return ["–", "–", "–"]
     held = f"{row.bytes:,}"
     if row.tensor_bytes is not None and row.predicted_bytes not in (None, row.tensor_bytes):
         held += f" ({row.predicted_bytes or 0:,} predicted)"
-    return ["*" if row.pareto else "", row.name, format_bytes(row.bytes), held, f"{row.bits:.2f}"]
+    return [format_bytes(row.bytes), held, f"{row.bits:.2f}"]
 
 
 def _making(row: Row) -> list[str]:
     return ["–" if size is None else format_bytes(size) for size in (row.predicted_peak_bytes, row.disk_bytes)]
 
 
-def _quality(row: Row) -> list[str]:
-    judged = row.judged
-    if judged is None:
+def _quality(judged: Judged | CacheJudged | None) -> list[str]:
+    if judged is None or judged.perplexity is None:
         return ["–"] * len(_QUALITY)
     found, cells = judged.quality, [f"{judged.perplexity:.4g}"]
     if found is None:
@@ -91,7 +122,23 @@ def _quality(row: Row) -> list[str]:
             f"{found.kl.value:.3g}",
             f"{found.top1.value:.1%}",
         ]
-    return [*cells, "–" if judged.tokens_per_second is None else f"{judged.tokens_per_second:.3g}"]
+    return [*cells, "–" if judged.tokens_per_second is None else _rate(judged.tokens_per_second)]
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
+def _fit_cells(fit: Fit | None, limit: int | None) -> list[str]:
+    """The longest context of one request, as far as the model goes, and requests of the context that is asked about."""
+    if fit is None:
+        return ["–", "–"]
+    longest = fit.max_context
+    if longest is None or (limit is not None and longest > limit):
+        longest_words = "any" if limit is None else f"{limit:,}+"
+    else:
+        longest_words = f"{longest:,}" if longest else "none"
+    return [longest_words, f"{fit.max_concurrency:,}" if fit.max_concurrency else "none"]
 
 
 def _lines(report: QuantizeReport, row: Row) -> list[str]:
@@ -134,6 +181,21 @@ def _footer(report: QuantizeReport) -> list[str]:
             f"{plural(found.tokens, 'token')} of text, paired with the original's; ± is a standard error; KL in nats; "
             f"bits: a parameter, with scales and what is not packed; *: no other is as good in fewer bytes; run by {', '.join(by)}"
         )
+    cells = [cell for row in report.rows for cell in row.caches if cell.agrees is not None]
+    if cells:
+        tokens = max(cell.judged.kv_tokens for cell in cells if cell.judged is not None)
+        agree = sum(bool(cell.agrees) for cell in cells)
+        out.append(
+            f"caches of {plural(tokens, 'token')} held as many bytes as predicted"
+            + ("" if agree == len(cells) else f" in {agree} of {len(cells)}; JSON has the others")
+            + "; plain: in the model's own dtype; each text is read through the cache, and its second half scored"
+        )
+        if any(cell.name == "fp8" for cell in cells):
+            out.append(
+                "fp8: with scale 1.0, as engines run it on a checkpoint without scales; fp8:scaled measures them"
+            )
+    if report.gpus is not None:
+        out.append(_fit_words(report))
     if report.dry:
         out.append(
             "nothing was made; bytes are exact (of nf4-dq to a few), memory is beside what Python, torch and transformers take themselves"
@@ -141,11 +203,32 @@ def _footer(report: QuantizeReport) -> list[str]:
     return out
 
 
+def _fit_words(report: QuantizeReport) -> str:
+    limit = report.model.max_context
+    return (
+        f"on {report.gpus}, by transformers' rules: the longest context of one request"
+        + (f" (+: the model ends at {limit:,})" if limit is not None else "")
+        + f", and requests of {report.context:,} tokens at once; what is taken beside weights and cache is estimated"
+    )
+
+
 # -- the cache ------------------------------------------------------------------------------
 
 
-def _cache(part: KvPart) -> list[list[str]]:
-    rows = [["format", f"bytes at {CONTEXT:,}", "smaller", "change", "±", "KL", "p99", "top-1"]]
+def _cache(part: KvPart, fits: bool, limit: int | None) -> list[list[str]]:
+    rows = [
+        [
+            "format",
+            f"bytes at {part.context:,}",
+            "smaller",
+            "change",
+            "±",
+            "KL",
+            "p99",
+            "top-1",
+            *(_FITS if fits else []),
+        ]
+    ]
     plain = part.rows[0].kv_bytes
     for row in part.rows:
         found = row.quality
@@ -154,16 +237,24 @@ def _cache(part: KvPart) -> list[list[str]]:
             change = found.perplexity_change
             cells = [f"{change.value:+.2f}%", "?" if change.error is None else f"{change.error:.2g}%", f"{found.kl.value:.3g}",
                      f"{found.kl_p99:.2g}", f"{found.top1.value:.1%}"]  # fmt: skip
-        rows.append([row.name, f"{row.kv_bytes:,}", f"{plain / row.kv_bytes:.2f}×", *cells])
+        rows.append(
+            [
+                row.name,
+                f"{row.kv_bytes:,}",
+                f"{plain / row.kv_bytes:.2f}×",
+                *cells,
+                *(_fit_cells(row.fit, limit) if fits else []),
+            ]
+        )
     return rows
 
 
-def _print_cache(screen: Screen, part: KvPart) -> None:
+def _print_cache(screen: Screen, report: QuantizeReport, part: KvPart) -> None:
     """What formats cost, which flags ask for them, and what was written."""
-    cells = _cache(part)
+    cells = _cache(part, report.gpus is not None, report.model.max_context)
     styles = ["dim", *("red" if row.broken else "bold" if row.name == part.which else "" for row in part.rows)]
     table: list[Line] = [(row, None, style) for row, style in zip(cells, styles, strict=True)]
-    screen.tables(1, "l" + "r" * (len(cells[0]) - 1), table, (2, 5))
+    screen.tables(1, "l" + "r" * (len(cells[0]) - 1), table, (2, 5) if report.gpus is None else (2, 5, 2))
     for line in _cache_lines(part):
         screen.line(one_line(line))
     found = next((row.quality for row in part.rows if row.quality is not None), None)
@@ -171,6 +262,8 @@ def _print_cache(screen: Screen, part: KvPart) -> None:
         words = (f"{plural(found.tokens, 'token')} of text, each read through the cache, in {part.dtype}; change of perplexity "
                  f"{found.plain_perplexity:.4g} plain; ± is a standard error; KL in nats")  # fmt: skip
         screen.line(words, "dim")
+    if report.gpus is not None:
+        screen.line(_fit_words(report), "dim")
 
 
 def _cache_lines(part: KvPart) -> list[str]:

@@ -178,3 +178,60 @@ LOG = obj(
     },
     optional=("model", "model_name", "engine_args", "complete", "starts", "line", "kv_budget_bytes", "figures"),
 )
+FIT = obj(
+    "Whether it fits on the hardware of --gpu; bytes are those of the rank that decides.",
+    {
+        "fits": of("boolean", "Whether weights, cache and all that the engine takes fit."),
+        "device_bytes": whole(
+            "Memory of the device that applications see: weights, cache, overhead and headroom together."
+        ),
+        "weights_bytes": whole("Weights on this rank."),
+        "kv_bytes": whole("The cache of this workload on this rank."),
+        "overhead_bytes": whole("Everything else, all of parts."),
+        "headroom_bytes": of("integer", "What is left of the memory for the cache; less than 0 where it does not fit."),
+        "kv_budget_bytes": whole("Memory for the cache on this rank."),
+        "capacity_tokens": maybe(
+            whole("Tokens of full-length requests that it holds; null where an engine has no pool.")
+        ),
+        "max_context": maybe(
+            whole(
+                "Most tokens in each of so many requests; 0 where none fit, null where the length makes no difference."
+            )
+        ),
+        "max_concurrency": whole("Most requests of this context at once."),
+        "bottleneck_rank": whole("The rank that decides, from 0."),
+        "estimated": of("array", "What of this is estimated, with the rule.", items={"type": "string"}),
+        "close": of("boolean", "Whether estimates that are off by a sixth turn the answer around."),
+        "why": of(["string", "null"], "What stands in the way; null where it fits."),
+        "advice": of("array", "Options with which it would fit, each of them tried.", items={"type": "string"}),
+        "parts": of(
+            "array",
+            "What the rank holds beside weights and cache.",
+            items=obj(
+                "One part.",
+                {
+                    "name": of("string", "activations, graphs, runtime, left free, in use, …"),
+                    "bytes": whole("Its bytes."),
+                    "estimated": of("boolean", "Whether a rule of thumb gives it."),
+                    "rule": of("string", "How it comes about."),
+                },
+            ),
+        ),
+        "ranks": of(
+            "array",
+            "Every rank.",
+            items=obj(
+                "One rank.",
+                {
+                    "rank": whole("Number, from 0."),
+                    "device": of("string", "The device's name."),
+                    "device_bytes": whole("Its memory that applications see."),
+                    "weights_bytes": whole("Weights on it."),
+                    "kv_bytes": whole("The cache of this workload on it."),
+                    "overhead_bytes": whole("What the engine takes beside them."),
+                    "headroom_bytes": of("integer", "What is left of its memory for the cache."),
+                },
+            ),
+        ),
+    },
+)

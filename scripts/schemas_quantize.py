@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schema_parts import MODEL, STRINGS, VERSION, document, flag, listed, maybe, number, obj, of, text, whole
+from schema_parts import FIT, MODEL, STRINGS, VERSION, document, flag, listed, maybe, number, obj, of, text, whole
 from schemas_techniques import QUALITY
 
 JUDGED = maybe(
@@ -25,6 +25,24 @@ JUDGED = maybe(
             "notes": listed("What to know about it.", STRINGS),
         },
     )
+)
+CELL = obj(
+    "A format of the cache with these weights.",
+    {
+        "name": text("Its name; plain is the cache in the model's own dtype."),
+        "kv_bytes": whole("Of one sequence of the context, from the format's rule."),
+        "tokens": maybe(whole("Tokens that the measured cache had seen.")),
+        "measured_bytes": maybe(whole("That it held of these.")),
+        "predicted_bytes": maybe(whole("That it holds of these by its rule.")),
+        "agrees": of(["boolean", "null"], "Whether these are the same; null where it was not run."),
+        "perplexity": maybe(number("Of the text, read through the cache.")),
+        "quality": QUALITY | {"description": "Against the original with the plain cache; null for that itself."},
+        "tokens_per_second": maybe(number("Decoding behind half a window of text.")),
+        "fit": maybe(FIT),
+        "pareto": flag("Whether no other has less divergence in fewer bytes of weights and cache."),
+        "broken": listed("Bounds that it breaks.", STRINGS),
+        "error": of(["string", "null"], "Why it could not be measured."),
+    },
 )
 RESULT = obj(
     "One format, or the model as it is.",
@@ -52,6 +70,8 @@ RESULT = obj(
         "judged": JUDGED,
         "freed_bytes": of(["integer", "null"], "Of the original's tensors."),
         "freed_tokens": maybe(whole("Tokens of KV cache, in the model's own dtype, that fit into these.")),
+        "caches": listed("Formats of the cache with these weights, where several are asked about.", CELL),
+        "fit": maybe(FIT),
         "pareto": flag("Whether no other has less divergence in fewer bytes."),
         "broken": listed("Bounds that it breaks.", STRINGS),
         "error": of(["string", "null"], "Why it could not be made or measured."),
@@ -60,7 +80,7 @@ RESULT = obj(
 )
 KV = maybe(
     obj(
-        "Formats of the KV cache, with --kv; null without.",
+        "Formats of the KV cache, with --kv alone; null without.",
         {
             "dtype": text("That the model computed in."),
             "there": text("Scales that the checkpoint brings already, in words."),
@@ -74,6 +94,7 @@ KV = maybe(
                         "kv_bytes": whole("Of one sequence, from the format's rule."),
                         "broken": listed("Bounds that it breaks.", STRINGS),
                         "quality": QUALITY,
+                        "fit": maybe(FIT),
                     },
                 ),
             ),
@@ -113,7 +134,9 @@ QUANTIZE = document(
         "settings": of("object", "What was asked for."),
         "environment": of("object", "Where it ran: versions, processor, devices, drivers."),
         "dry_run": flag("Whether nothing was made."),
-        "results": listed("The model as it is, then each format; empty with --kv.", RESULT),
+        "context": whole("Tokens at which bytes of caches are told, and what fits."),
+        "gpus": of(["string", "null"], "What fit is about; null without --gpu."),
+        "results": listed("The model as it is, then each format; empty with --kv alone.", RESULT),
         "kv": KV,
         "notes": listed("What to know about it.", STRINGS),
         "warnings": listed("What may be wrong with it.", STRINGS),

@@ -52,9 +52,15 @@ def test_backends_are_listed(kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (("m", "--compare", "awq", "-o", "x"), "--compare keeps nothing"),
     (("m", "--weights", "nf4", "-o", "x", "--backend", "gptqmodel"), "gptqmodel makes no 'nf4'"),
     (("m", "--weights", "awq", "-o", "x", "--backend", "nobody"), "no backend 'nobody'"),
-    (("m", "--kv", "fp8", "--weights", "awq"), "--weights is about weights, and --kv about the cache"),
+    (("m", "--kv", "fp8", "--group", "64"), "--group is about weights, and --kv about the cache"),
+    (("m", "--kv", "fp8", "--weights", "awq"), "where is it to go?"),
     (("m", "--kv", "h2o"), "that is no format of the cache"),
-    (("m", "--kv", "fp9"), "unknown 'fp9'"),
+    (("m", "--kv", "fp9"), "--kv: unknown 'fp9'"),
+    (("m", "--compare", "awq", "--kv", "fp16,h2o"), "that is no format of the cache"),
+    (("m", "--kv", "fp16"), "no format is named that is smaller"),
+    (("m", "--compare", "awq", "--kv", ","), "--kv: no format is named"),
+    (("m", "--compare", "awq", "--ctx", "4k,8k"), "--ctx: one length, and 2 are named"),
+    (("m", "--compare", "awq", "--gpu", "H1000"), "H1000"),
     (("m", "--weights", "awq", "-o", "x", "--per-head"), "--per-head is about scales of the cache"),
     (("m", "--weights", "awq", "-o", "x", "--group", "48"), "48 is not known to readers of AWQ"),
     (("m", "--weights", "nf4", "-o", "x", "--group", "64"), "--group is nothing for nf4"),
@@ -321,6 +327,102 @@ def test_scales_that_cannot_be_written_are_refused_before_anything_is_loaded(
     assert outcome.code == 1
     assert said in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+@torch_only
+def test_weights_and_caches_make_a_matrix(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    asked = ("--kv", "fp32,int8,int4,kivi4:residual=32", "--gpu", "RTX4090", "--ctx", "256")
+    outcome = kvctl("quantize", str(folder), "--weights", "rtn", "-o", str(tmp_path / "out"), *asked, *QUICK, "--json")
+    assert outcome.code == 0, outcome.err
+    jsonschema.validate(outcome.json, SCHEMA)
+    rows = {row["format"]: {cell["name"]: cell for cell in row["caches"]} for row in outcome.json["results"]}
+    assert list(rows) == ["original", "rtn"]
+    # Keys and values, 2 layers, 2 heads of 16, 256 tokens: float32 as the model is, float16 as packed weights are run; int8 and int4
+    # have a scale and a minimum of 16 bits for each head. 505 tokens are read through the cache, of which 252 are scored.
+    for width, cells in ((4, rows["original"]), (2, rows["rtn"])):
+        assert list(cells) == ["plain", "int8", "int4", "kivi4:residual=32"]
+        assert cells["plain"]["kv_bytes"] == 2 * 2 * 2 * 16 * 256 * width
+        assert cells["int8"]["kv_bytes"] == 2 * 2 * 2 * (16 + 4) * 256
+        for cell in cells.values():
+            assert cell["agrees"] is True
+            assert cell["tokens"] == 505
+            assert cell["error"] is None
+            assert cell["fit"]["fits"]
+        assert cells["plain"]["measured_bytes"] == 2 * 2 * 2 * 16 * 505 * width
+        assert cells["int8"]["measured_bytes"] == 2 * 2 * 2 * (16 + 4) * 505
+    assert rows["original"]["plain"]["quality"] is None
+    loss = {
+        (row, name): cell["quality"]["kl_nats"]["value"]
+        for row, cells in rows.items()
+        for name, cell in cells.items()
+        if cell["quality"]
+    }
+    assert loss["original", "int8"] < loss["original", "int4"] < loss["rtn", "int4"]
+    assert loss["original", "int8"] < loss["rtn", "plain"]
+    assert {cell["quality"]["tokens"] for cells in rows.values() for cell in cells.values() if cell["quality"]} == {252}
+    # Nothing is better in fewer bytes than these two: the most exact, and the smallest.
+    assert rows["original"]["plain"]["pareto"]
+    assert rows["rtn"]["int4"]["pareto"] or rows["rtn"]["kivi4:residual=32"]["pareto"]
+    # The packed weights leave more of the GPU.
+    longest = {name: rows[name]["plain"]["fit"]["max_concurrency"] for name in rows}
+    assert longest["rtn"] > longest["original"] > 0
+    _check_against_one_pass(folder, tmp_path / "out", rows)
+
+
+def _check_against_one_pass(folder: Path, packed: Path, rows: dict[str, Any]) -> None:
+    """A plain cache gives what one pass over all tokens gives, which transformers does without kvctl."""
+    import torch
+    import transformers
+
+    from kvctl import texts
+    from kvctl.weights import verify
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(texts.read(texts.samples()[0]), add_special_tokens=False)["input_ids"][:506]])
+    original = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    other = verify.load_dequantized(packed, torch.float16)
+    with torch.inference_mode():
+        p, q = (model(ids).logits[0, 253:505].double().log_softmax(-1) for model in (original, other))
+    true = ids[0, 254:506, None]
+    assert rows["original"]["plain"]["perplexity"] == pytest.approx(float((-p.gather(1, true).mean()).exp()), rel=1e-4)
+    assert rows["rtn"]["plain"]["perplexity"] == pytest.approx(float((-q.gather(1, true).mean()).exp()), rel=2e-3)
+    kl = float((p.exp() * (p - q)).sum(-1).mean())
+    assert rows["rtn"]["plain"]["quality"]["kl_nats"]["value"] == pytest.approx(kl, rel=0.1)
+
+
+@torch_only
+def test_a_matrix_is_planned_without_running_anything(kvctl: Run, folder: Path) -> None:
+    asked = ("--kv", "fp8", "--gpu", "RTX4090", "--dry-run")
+    outcome = kvctl("quantize", str(folder), "--compare", "awq,rtn", *asked, "--json")
+    assert outcome.code == 0, outcome.err
+    for row in outcome.json["results"]:
+        plain, fp8 = row["caches"]
+        assert fp8["kv_bytes"] == 2 * 2 * 2 * 16 * 4096
+        assert plain["kv_bytes"] == fp8["kv_bytes"] * (4 if row["format"] == "original" else 2)
+        assert plain["quality"] is fp8["quality"] is None
+        assert plain["fit"]["max_concurrency"] < fp8["fit"]["max_concurrency"]
+
+
+@torch_only
+def test_bounds_of_a_matrix_are_of_each_cell(kvctl: Run, folder: Path) -> None:
+    outcome = kvctl("quantize", str(folder), "--compare", "rtn", "--kv", "int4", *QUICK, "--min-top1", "100%", "--json")
+    assert outcome.code == 3
+    assert "rtn, int4: top-1" in outcome.err
+    assert "original, int4: top-1" in outcome.err
+    assert "original, plain" not in outcome.err
+
+
+@torch_only
+def test_the_plain_cache_by_another_name(kvctl: Run, folder: Path) -> None:
+    """The model is float32: half of that is no plain cache of its."""
+    outcome = kvctl("quantize", str(folder), "--compare", "rtn", "--kv", "fp16,fp8", *QUICK)
+    assert outcome.code == 2
+    assert "--kv fp16: small is fp32" in outcome.err
+    # 100 tokens are fewer than what KIVI leaves as it is.
+    outcome = kvctl("quantize", str(folder), "--compare", "rtn", "--kv", "kivi4", "--tokens", "50")
+    assert outcome.code == 2
+    assert "kivi4 packs nothing of 102 tokens" in outcome.err
 
 
 @torch_only

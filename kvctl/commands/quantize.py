@@ -11,6 +11,7 @@ from kvctl.completing import (
     complete_backends,
     complete_devices,
     complete_dtypes,
+    complete_gpus,
     complete_models,
     complete_techniques,
     complete_weight_formats,
@@ -68,7 +69,7 @@ def quantize(
         typer.Option(
             "--kv",
             metavar="NAMES",
-            help="What formats of the KV cache cost this model: fp8,int8,int4. With -o, calibrated scales of an FP8 cache are written beside the weights.",
+            help="What formats of the KV cache cost this model: fp8,int8,int4; with those of weights, each with each. By itself with -o, calibrated scales of an FP8 cache are written beside the weights.",
             autocompletion=complete_techniques,
             show_default=False,
         ),
@@ -76,6 +77,25 @@ def quantize(
     per_head: Annotated[
         bool, typer.Option("--per-head", help="Scales for each KV head, which vLLM reads and SGLang does not.")
     ] = False,
+    ctx: Annotated[
+        Optional[str],
+        typer.Option(
+            "--ctx",
+            metavar="N",
+            help="Tokens at which caches are told, and what fits. Default: 4,096.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        Optional[str],
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="Say what fits: the longest context, and requests of --ctx tokens: H100, 2xRTX4090, A100:40GiB, local.",
+            autocompletion=complete_gpus,
+            show_default=False,
+        ),
+    ] = None,
     group: Annotated[
         Optional[int],
         typer.Option(
@@ -138,7 +158,7 @@ def quantize(
         typer.Option(
             "--tokens",
             metavar="N",
-            help="Tokens of text that quality is measured on. Default: 4,088.",
+            help="Tokens of text that quality is measured on. Default: 4,088, and 2,040 of what is read through a cache.",
             show_default=False,
         ),
     ] = None,
@@ -194,6 +214,7 @@ def quantize(
       kvctl quantize Qwen/Qwen3-8B --weights awq -o ./Qwen3-8B-awq --dry-run
       kvctl quantize ./model --compare int8,nf4,rtn,awq --json
       kvctl quantize ./model --kv fp8,int8,int4
+      kvctl quantize ./model --compare nf4,int8,awq --kv fp16,fp8,int8,int4 --gpu RTX4090 --ctx 32k
       kvctl quantize ./model --kv fp8 -o ./model-fp8-kv
     """
     import os
@@ -212,15 +233,14 @@ def quantize(
         return
     if model is None:
         raise UsageError("no model is named", hint="kvctl quantize MODEL --weights awq -o DIR")
-    formats: tuple[str, ...] = ()
-    if kv is not None:
-        formats = options_quantize.read_formats(kv, {
-            "--weights": weights, "--compare": compare, "--backend": backend, "--group": group, "--compute-dtype": compute_dtype, "--skip": skip,
-            "--int8-threshold": int8_threshold, "--dry-run": dry_run, "--resume": resume,
-        })  # fmt: skip
-    elif per_head:
+    alone = kv is not None and weights is None and compare is None
+    caches = options_quantize.read_caches(kv, {
+        "--backend": backend, "--group": group, "--compute-dtype": compute_dtype, "--skip": skip,
+        "--int8-threshold": int8_threshold, "--dry-run": dry_run, "--resume": resume,
+    } if alone else {})  # fmt: skip
+    if per_head and not alone:
         raise UsageError("--per-head is about scales of the cache", hint="--kv fp8 -o DIR")
-    ways = () if formats else options_quantize.read_ways(weights, compare, output, backend, dry=dry_run)
+    ways = () if alone else options_quantize.read_ways(weights, compare, output, backend, dry=dry_run)
     settings = options_quantize.read_settings(
         group=group, dtype=dtype, compute_dtype=compute_dtype, int8_threshold=int8_threshold, skip=skip or [],
         calib=calib, calib_samples=calib_samples, calib_length=calib_length, seed=seed,
@@ -233,8 +253,11 @@ def quantize(
     if resume and (compare is not None or dry_run):
         raise UsageError("--resume goes on with a checkpoint", hint="--weights NAME -o DIR --resume")
     options_quantize.need_packages(ways)
-    exam = options_quantize.read_exam(tokens, text, device)
+    exam = options_quantize.read_exam(tokens, text, device, caches.techniques, alone=alone)
+    context = options_quantize.read_context(ctx)
+    hardware = options.read_hardware(gpu, None, None, started=False, needed=False)
     spec = own.read_model(model, [], source, revision)
+    notes = caches.notes(spec)
     signals.heed()
     from kvctl.weights import run
 
@@ -246,11 +269,13 @@ def quantize(
             run.install(one, progress.now)
         progress.now.stage(f"reading {spec.id}")
         files, target = run.files_of(spec, revision), None if output is None else Path(os.path.abspath(output))
-        if formats:
-            cache = run.KvAsk(spec, files, formats, settings, exam, per_head, gate, target, force)
+        if alone:
+            cache = run.KvAsk(
+                spec, files, caches.techniques, settings, exam, per_head, gate, target, force, context, hardware, notes
+            )
             report = run.of_cache(cache, progress.now)
         else:
-            ask = run.Ask(spec, files, ways, settings, exam, gate, target, resume, force)
+            ask = run.Ask(spec, files, ways, settings, exam, gate, target, resume, force, context, hardware, notes)
             report = run.plan(ask) if dry_run else run.quantize(ask, progress.now)
     output_quantize.emit_quantize(report, form, quiet=quiet)
     if report.interrupted:
@@ -258,5 +283,5 @@ def quantize(
     if report.broken:
         output_profile.say_broken(report.broken)
         raise SystemExit(ExitCode.ANSWER_IS_NO)
-    if any(row.error is not None for row in report.rows):
+    if report.failed:
         raise SystemExit(ExitCode.FAILED)

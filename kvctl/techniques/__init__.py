@@ -198,8 +198,8 @@ PLAIN = Technique("plain")
 """Nothing: what others are compared with."""
 
 
-def parse(text: str) -> Technique:
-    """ "int4:group=32+streaming-llm:0.25": parts joined by +, each a name and its options behind colons.
+def parse(text: str, option: str = "--technique") -> Technique:
+    """ "int4:group=32+streaming-llm:0.25": parts joined by +, each a name and its options behind colons; `option` is what errors call it.
 
     Raises:
         UsageError: an unknown name or option, or parts that do not go together.
@@ -212,7 +212,7 @@ def parse(text: str) -> Technique:
         name, *words = part.strip().split(":")
         kind = _BY_NAME.get(name.lower())
         if kind is None:
-            raise _unknown(name)
+            raise _unknown(name, option)
         options = Options(kind.name, words)
         made = import_module(kind.module, __name__).build(options)
         options.end()
@@ -269,7 +269,7 @@ def _together(text: str, store: Store, keep: Keep) -> Keep:
     return keep
 
 
-def parse_list(texts: Sequence[str]) -> list[Technique]:
+def parse_list(texts: Sequence[str], option: str = "--technique") -> list[Technique]:
     """Each of several --technique, with commas between some: a list to compare, without repeats; "all" is the table, of which
     a model may leave out what does not work with it."""
     found: dict[str, Technique] = {}
@@ -278,14 +278,14 @@ def parse_list(texts: Sequence[str]) -> list[Technique]:
             names = [kind.name for kind in TABLE if kind.in_all]
             found = {name: parse(name).replace(of_all=True) for name in names} | found
         elif part:
-            found[part] = parse(part)
+            found[part] = parse(part, option)
     return list(found.values())
 
 
-def _unknown(name: str) -> UsageError:
+def _unknown(name: str, option: str) -> UsageError:
     import difflib
 
     near = difflib.get_close_matches(name[:40].lower(), _BY_NAME, 3)
-    return UsageError(f"--technique: unknown {name[:40]!r}",
+    return UsageError(f"{option}: unknown {name[:40]!r}",
                       hint=(f"nearest: {', '.join(near)}; " if near else "") + "one of " + ", ".join(kind.name for kind in TABLE)
                       + ", hf:…, kvpress:…; all is those of kvctl")  # fmt: skip

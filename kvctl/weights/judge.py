@@ -34,6 +34,9 @@ class Exam(Record):
     """What it computes in; None: as its checkpoint says."""
     kernels: bool = True
     """Whether gptqmodel's kernels run AWQ where they are installed."""
+    caches: tuple[str, ...] = ()
+    """Techniques with which the second half of each window is read through a cache, and without one before them. Empty: each
+    window is read in one pass, and all of it is scored."""
 
     def check(self) -> None:
         """Refuses what cannot be.
@@ -49,7 +52,7 @@ class Exam(Record):
 
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields}
-        return out | {"text": None if self.text is None else str(self.text)}
+        return out | {"text": None if self.text is None else str(self.text), "caches": list(self.caches)}
 
 
 class Stage(Record):
@@ -59,6 +62,27 @@ class Stage(Record):
     """ "load", "score" or "generate"."""
     done: int
     of: int
+
+
+class CacheJudged(Record):
+    """What was found of one format of the cache with a checkpoint's weights."""
+
+    name: str
+    perplexity: float | None
+    scores: Scores | None
+    """Against the original with the plain cache; None for that itself."""
+    kv_bytes: int | None
+    """As the cache held them after `kv_tokens` tokens."""
+    kv_tokens: int
+    tokens_per_second: float | None
+    """Decoding behind half a window."""
+    error: str | None = None
+    """Why it could not be measured."""
+
+    @property
+    def quality(self) -> Quality | None:
+        """With standard errors, paired by token."""
+        return None if self.scores is None else quality(self.scores)
 
 
 class Judged(Record):
@@ -88,6 +112,8 @@ class Judged(Record):
     peak_bytes: int | None
     """Of the process (on a GPU: of its tensors) at the most; None where the system does not tell."""
     notes: tuple[str, ...]
+    caches: tuple[CacheJudged, ...] = ()
+    """The plain one first; empty where none were asked about."""
 
     @property
     def quality(self) -> Quality | None:
@@ -163,13 +189,23 @@ def _ask(
 
     answer = ask(_WORKER, {**job, "exam": exam.to_dict()}, what=what, told=told, patience_s=patience_s)
     try:
-        facts = {name: answer[name] for name in Judged._fields if name not in ("path", "scores", "generated", "notes")}
+        facts = {name: answer[name] for name in Judged._fields if name not in _READ}
         return Judged(
             path=path, scores=_scores(answer["scores"]), generated=tuple(answer["generated"]), notes=tuple(answer["notes"]),
-            **facts,
+            caches=tuple(map(_cache, answer["caches"])), **facts,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OverflowError):
         raise KvctlError(f"{what}: its process gave an answer that is none") from None
+
+
+_READ = ("path", "scores", "generated", "notes", "caches")
+
+
+def _cache(facts: Mapping[str, Any]) -> CacheJudged:
+    if facts["error"] is not None:
+        return CacheJudged(str(facts["name"]), None, None, None, 0, None, str(facts["error"]))
+    own = {name: facts[name] for name in CacheJudged._fields if name != "scores"}
+    return CacheJudged(**own | {"scores": _scores(facts["scores"])})
 
 
 def _scores(facts: Mapping[str, Any] | None) -> Scores | None:

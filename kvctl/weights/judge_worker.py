@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
 from kvctl.sources import jsonfile
 from kvctl.units import format_bytes, plural
+from kvctl.weights.scoring import Reference, leave, score
 
 if TYPE_CHECKING:
     import torch
 
-    from kvctl.measure.quality import Scores
-
 Tell = Callable[[Mapping[str, Any]], None]
 
-_ROWS = 64
-"""Tokens whose distributions are compared at a time, in float32."""
-_FACTS, _LOGITS = "reference.json", "logits.bin"
 _LIBRARIES = 600 * 2**20
 """What Python with torch and transformers takes, with some to spare."""
 
@@ -37,40 +31,53 @@ def work(job: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
         import torch
 
         from kvctl.measure.memory import HighWater
+        from kvctl.weights.judge import scores_to_dict
+        from kvctl.weights.judge_caches import Caches
 
         mark = HighWater()
         tokenizer = _tokenizer(path)
         ids = _windows(tokenizer, exam)
         prompt = _encoded(tokenizer, exam["prompt"])
-        reference = None if job.get("against") is None else _Reference(Path(job["against"]), exam, ids, prompt)
+        reference = None if job.get("against") is None else Reference(Path(job["against"]), ids, prompt)
+        leave_in = None if job.get("leave") is None else Path(job["leave"])
         tell({"stage": "load"})
         began = time.monotonic()
         model, by, notes = _load(path, exam)
         taken = time.monotonic() - began
         _check_vocabulary(model, ids, prompt)
         weights = _weights_bytes(model)
+
+        def scoring(number: int, stage: str = "score") -> None:
+            tell({"stage": stage, "done": number, "of": len(ids)})
+
         with torch.inference_mode():
             began = time.monotonic()
-            found = _score(model, ids, exam, reference, job.get("leave"), tell)
+            caches = Caches(model, path, ids, exam) if exam["caches"] else None
+            if caches is None:
+                found = score(_logits(model, ids, exam, scoring), ids, reference=reference, leave_in=leave_in)
+            else:
+                found = caches.plain(scoring, reference, leave_in)
             rate = sum(map(len, ids)) / (time.monotonic() - began)
             tell({"stage": "generate"})
             generated, speed = _generate(model, prompt, exam)
-        if job.get("leave") is not None:
-            facts = {
-                "ids": ids,
-                "prompt": prompt,
-                "generated": generated,
-                "dtype": found["dtype"],
-                "vocabulary": found["rows"],
-            }
-            (Path(job["leave"]) / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            if leave_in is not None:
+                leave(leave_in, ids, prompt, generated, found)
+            cells = []
+            if caches is not None:
+                against = reference or Reference(Path(job["leave"]), ids, prompt)
+                for name in ("plain", *exam["caches"]):
+                    cells.append(
+                        caches.cell(
+                            name, found if name == "plain" else None, partial(scoring, stage=f"{name}: score"), against
+                        )
+                    )
         peak = torch.cuda.max_memory_allocated(exam["device"]) if exam["device"].startswith("cuda") else mark.read()
     return {
         "by": by,
-        "dtype": found["dtype"],
-        "tokens": found["tokens"],
-        "perplexity": found["perplexity"],
-        "scores": found["scores"],
+        "dtype": found.dtype,
+        "tokens": found.tokens,
+        "perplexity": found.perplexity,
+        "scores": None if found.scores is None else scores_to_dict(found.scores),
         "generated": generated,
         "text": tokenizer.decode(generated),
         "same": None if reference is None else _same(generated, reference.generated),
@@ -79,6 +86,7 @@ def work(job: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
         "tokens_per_second": speed,
         "weights_bytes": weights,
         "peak_bytes": peak,
+        "caches": cells,
         "notes": notes,
     }
 
@@ -276,104 +284,17 @@ def _weights_bytes(model: Any) -> int:
 # -- scoring --------------------------------------------------------------------------------------------
 
 
-class _Reference:
-    """What the original left: its distributions are read some rows at a time."""
-
-    def __init__(self, folder: Path, exam: Mapping[str, Any], ids: list[list[int]], prompt: list[int]) -> None:
-        facts = jsonfile.read_file(folder / _FACTS, limit=10**9)
-        if facts["ids"] != ids or facts["prompt"] != prompt:
-            raise ConfigError("its tokenizer makes other tokens of the text than the original's",
-                              hint="copy the original's tokenizer files there")  # fmt: skip
-        self.generated: list[int] = facts["generated"]
-        self.dtype, self.vocabulary, self.path = facts["dtype"], facts["vocabulary"], folder / _LOGITS
-
-    @contextmanager
-    def rows(self) -> Iterator[Callable[[int], torch.Tensor]]:
-        """Reads so many of the next rows."""
-        import torch
-
-        dtype = getattr(torch, self.dtype)
-        with self.path.open("rb") as file:
-
-            def read(count: int) -> torch.Tensor:
-                size = count * self.vocabulary * dtype.itemsize
-                data = bytearray(file.read(size))
-                if len(data) != size:
-                    raise KvctlError("what the original left is cut short", hint="judge the original again")
-                return torch.frombuffer(data, dtype=dtype).view(count, self.vocabulary)
-
-            yield read
-
-
-def _score(
-    model: Any,
-    ids: list[list[int]],
-    exam: Mapping[str, Any],
-    reference: _Reference | None,
-    leave: str | None,
-    tell: Tell,
-) -> dict[str, Any]:
-    """Every token of every window but its first; what the original gives is left, or compared with."""
-    import contextlib
-
+def _logits(
+    model: Any, ids: list[list[int]], exam: Mapping[str, Any], tell: Callable[[int], None]
+) -> Iterator[torch.Tensor]:
+    """Of each window in one pass without a cache, for every token but the first."""
     import torch
 
-    from kvctl.measure.quality import Scores
-    from kvctl.weights.judge import scores_to_dict
-
-    scores, losses, rows, dtype = Scores(), [], 0, ""
-    with contextlib.ExitStack() as stack:
-        read = None if reference is None else stack.enter_context(reference.rows())
-        out = None if leave is None else stack.enter_context((Path(leave) / _LOGITS).open("wb"))
-        for number, window in enumerate(ids):
-            tell({"stage": "score", "done": number, "of": len(ids)})
-            given = torch.tensor([window], device=exam["device"])
-            logits = model(input_ids=given, use_cache=False).logits[0, :-1].cpu()
-            rows, dtype = logits.shape[1], str(logits.dtype).removeprefix("torch.")
-            if reference is not None and rows != reference.vocabulary:
-                raise ConfigError(f"it gives {rows:,} tokens' probabilities, and the original {reference.vocabulary:,}",
-                                  hint="it is another model")  # fmt: skip
-            if out is not None and number == 0:
-                _check_disk(Path(str(leave)), logits, len(ids))
-            for at in range(0, len(logits), _ROWS):
-                part = logits[at : at + _ROWS]
-                true = torch.tensor(window[at + 1 : at + 1 + len(part)])
-                if out is not None:
-                    out.write(memoryview(part.contiguous().view(-1).view(torch.uint8).numpy()))
-                losses += _compare(part, true, None if read is None else read(len(part)), number, scores)
-        tell({"stage": "score", "done": len(ids), "of": len(ids)})
-    mean = sum(losses) / len(losses)
-    return {
-        "tokens": len(losses), "perplexity": float(torch.tensor(mean, dtype=torch.float64).exp()), "rows": rows,
-        "dtype": dtype, "scores": None if reference is None else scores_to_dict(scores),
-    }  # fmt: skip
-
-
-def _compare(
-    part: torch.Tensor, true: torch.Tensor, plain: torch.Tensor | None, window: int, scores: Scores
-) -> list[float]:
-    """Losses in nats of these rows, which are added to the scores where there is something to compare with."""
-    import torch
-
-    own = part.float().log_softmax(-1)
-    if not bool(torch.isfinite(own.amax())):
-        raise KvctlError("the model makes numbers that are not finite", hint="another dtype may hold them: bfloat16")
-    right = own.gather(1, true[:, None])[:, 0]
-    if plain is not None:
-        first = plain.float().log_softmax(-1)
-        kl = (first.exp() * (first - own)).nan_to_num(nan=0.0).sum(-1)  # 0 × infinity: what neither may say
-        agrees = first.argmax(-1) == own.argmax(-1)
-        of_plain = first.gather(1, true[:, None])[:, 0]
-        for row in zip(of_plain.tolist(), right.tolist(), kl.tolist(), agrees.tolist(), strict=True):
-            scores.add(window, *row)
-    return [-value for value in right.tolist()]
-
-
-def _check_disk(folder: Path, logits: torch.Tensor, windows: int) -> None:
-    needed, free = logits.numel() * logits.element_size() * windows, shutil.disk_usage(folder).free
-    if needed > free:
-        raise KvctlError(f"the original's distributions take {format_bytes(needed)} on the disk, and {format_bytes(free)} are free",
-                         hint="fewer or shorter windows")  # fmt: skip
+    for number, window in enumerate(ids):
+        tell(number)
+        given = torch.tensor([window], device=exam["device"])
+        yield model(input_ids=given, use_cache=False).logits[0, :-1].cpu()
+    tell(len(ids))
 
 
 # -- generating -----------------------------------------------------------------------------------------

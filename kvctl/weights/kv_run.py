@@ -14,6 +14,7 @@ from kvctl.measure.quality import Quality, quality, separates
 from kvctl.record import Record
 from kvctl.size import SizePlan, prepare, size
 from kvctl.sources import kv_scales as stored
+from kvctl.techniques import PLAIN
 from kvctl.weights import calibration, from_gguf
 from kvctl.weights.kv_engines import Use, use
 from kvctl.weights.report import CONTEXT, Gate
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvctl.measure.loaded import Loaded
     from kvctl.measure.quality import Scores
     from kvctl.measure.run import Now
+    from kvctl.ranks import Hardware
+    from kvctl.reports import Fit
     from kvctl.spec import ModelSpec
     from kvctl.techniques import Technique
     from kvctl.weights.judge import Exam
@@ -45,6 +48,10 @@ class KvAsk(Record):
     gate: Gate = Gate()
     target: Path | None = None
     force: bool = False
+    context: int = CONTEXT
+    """Tokens at which bytes are told, and what fits."""
+    hardware: Hardware | None = None
+    notes: tuple[str, ...] = ()
 
 
 class KvRow(Record):
@@ -52,15 +59,18 @@ class KvRow(Record):
 
     name: str
     kv_bytes: int
-    """Of one sequence of 4,096 tokens, from the technique's rule."""
+    """Of one sequence of the context, from the technique's rule."""
     quality: Quality | None
     """None for the plain cache."""
     broken: tuple[str, ...] = ()
+    fit: Fit | None = None
+    """On the GPUs that are named, with the weights as they are."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name, "kv_bytes": self.kv_bytes, "broken": list(self.broken),
             "quality": None if self.quality is None else self.quality.to_dict(),
+            "fit": None if self.fit is None else self.fit.to_dict(),
         }  # fmt: skip
 
 
@@ -74,6 +84,7 @@ class KvPart(Record):
     rows: tuple[KvRow, ...]
     uses: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...]
     """Format, engine, its flags, and warnings."""
+    context: int = CONTEXT
     layers: tuple[Mapping[str, Any], ...] = ()
     """Of a calibration: the largest values, and the error of attention's output with each choice of scales."""
     calibrated_tokens: int | None = None
@@ -92,7 +103,7 @@ class KvPart(Record):
         return {
             "dtype": self.dtype,
             "there": self.there,
-            "context": CONTEXT,
+            "context": self.context,
             "results": [row.to_dict() for row in self.rows],
             "engines": [
                 {"format": name, "engine": engine, "flags": list(flags), "warnings": list(warnings)}
@@ -142,15 +153,14 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
         found = _calibrated(ask, loaded, now) if fp8 else None
         techniques = _techniques(ask, found)
         scores = _measured(ask, loaded, techniques, now)
-    plan = SizePlan(TRANSFORMERS)  # in the model's own dtype, whatever it was measured in
-    rows = [KvRow("plain", size(spec, CONTEXT, plan).kv_bytes, None)]
-    for name, technique in techniques.items():
-        from kvctl.techniques.states import applied
-
-        held = size(applied(spec, technique, TRANSFORMERS.name), CONTEXT, plan).kv_bytes
-        measured = quality(scores[name])
-        rows.append(KvRow(name, held, measured, tuple(ask.gate.broken(measured))))
-    part = KvPart(dtype.name, there.words, tuple(rows), _uses(ask.formats, there))
+    rows = []
+    for name, technique in {"plain": PLAIN, **techniques}.items():
+        # In the model's own dtype, whatever it was measured in.
+        plan = SizePlan(TRANSFORMERS, contexts=(ask.context,), hardware=ask.hardware, technique=technique)
+        found_size = size(spec, ask.context, plan)
+        measured = quality(scores[name]) if name in scores else None
+        rows.append(KvRow(name, found_size.kv_bytes, measured, tuple(ask.gate.broken(measured)), found_size.fit))
+    part = KvPart(dtype.name, there.words, tuple(rows), _uses(ask.formats, there), ask.context)
     if found is not None:
         part = part.replace(layers=tuple(_layer(one) for one in found.layers), calibrated_tokens=found.tokens)
     if ask.target is None or found is None:
@@ -216,7 +226,7 @@ def _techniques(ask: KvAsk, found: Calibrated | None) -> dict[str, Technique]:
 def _measured(ask: KvAsk, loaded: Loaded, techniques: Mapping[str, Technique], now: Now) -> dict[str, Scores]:
     import torch
 
-    from kvctl.weights.kv_measure import measure
+    from kvctl.weights.kv_measure import check_packs, measure
 
     exam = ask.exam
     from kvctl import texts
@@ -226,16 +236,7 @@ def _measured(ask: KvAsk, loaded: Loaded, techniques: Mapping[str, Technique], n
     if len(ids) < exam.windows * length:
         raise UsageError(f"the text has {len(ids):,} tokens: {len(ids) // length} of {exam.windows} windows of {length:,}",
                          hint="a longer text, or fewer --tokens")  # fmt: skip
-    idle = next(
-        (
-            name
-            for name, one in techniques.items()
-            if not one.store.keys.packed(length) and not one.store.values.packed(length)
-        ),
-        None,
-    )
-    if idle is not None:
-        raise UsageError(f"{idle} packs nothing of {length:,} tokens", hint="more --tokens")
+    check_packs(techniques, length)
     windows = torch.tensor(ids[: exam.windows * length]).view(exam.windows, length)
     return measure(
         loaded, techniques, windows, length // 2,

@@ -12,7 +12,8 @@ from kvctl.reports import ModelInfo
 
 if TYPE_CHECKING:
     from kvctl.measure.quality import Quality
-    from kvctl.weights.judge import Judged
+    from kvctl.reports import Fit
+    from kvctl.weights.judge import CacheJudged, Judged
     from kvctl.weights.kv_run import KvPart
 
 SCHEMA = "kvctl.quantize/1"
@@ -40,6 +41,51 @@ class Gate(Record):
         if self.least_top1 is not None and not 100 * found.top1.value >= self.least_top1:
             out.append(f"top-1 {found.top1.value:.1%}, and {self.least_top1:g}% are asked for")
         return out
+
+
+class Cell(Record):
+    """A format of the cache with the weights of one row."""
+
+    name: str
+    kv_bytes: int
+    """Of one sequence of the context, from the format's rule."""
+    judged: CacheJudged | None = None
+    predicted_bytes: int | None = None
+    """What the rule says of the tokens whose bytes were measured."""
+    fit: Fit | None = None
+    """With both on the GPUs that are named."""
+    broken: tuple[str, ...] = ()
+    pareto: bool = False
+
+    @property
+    def quality(self) -> Quality | None:
+        """Against the original with the plain cache."""
+        return None if self.judged is None else self.judged.quality
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the cache held what its rule says; None where it was not run."""
+        if self.judged is None or self.judged.kv_bytes is None or self.predicted_bytes is None:
+            return None
+        return self.judged.kv_bytes == self.predicted_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        judged, found = self.judged, self.quality
+        return {
+            "name": self.name,
+            "kv_bytes": self.kv_bytes,
+            "tokens": None if judged is None else judged.kv_tokens,
+            "measured_bytes": None if judged is None else judged.kv_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "agrees": self.agrees,
+            "perplexity": None if judged is None else judged.perplexity,
+            "quality": None if found is None else found.to_dict(),
+            "tokens_per_second": None if judged is None else judged.tokens_per_second,
+            "fit": None if self.fit is None else self.fit.to_dict(),
+            "pareto": self.pareto,
+            "broken": list(self.broken),
+            "error": None if judged is None else judged.error,
+        }
 
 
 class Row(Record):
@@ -73,6 +119,10 @@ class Row(Record):
     """Of the original's tensors."""
     freed_tokens: int | None = None
     """Tokens of KV cache that fit into these."""
+    caches: tuple[Cell, ...] = ()
+    """Formats of the cache with these weights, the plain one first, where several are asked about."""
+    fit: Fit | None = None
+    """With the plain cache, on the GPUs that are named."""
     error: str | None = None
     broken: tuple[str, ...] = ()
     pareto: bool = False
@@ -110,6 +160,8 @@ class Row(Record):
             "judged": None if self.judged is None else self.judged.to_dict(),
             "freed_bytes": self.freed_bytes,
             "freed_tokens": self.freed_tokens,
+            "caches": [cell.to_dict() for cell in self.caches],
+            "fit": None if self.fit is None else self.fit.to_dict(),
             "pareto": self.pareto,
             "broken": list(self.broken),
             "error": self.error,
@@ -125,6 +177,10 @@ class QuantizeReport(Record):
     environment: Mapping[str, Any]
     rows: tuple[Row, ...] = ()
     """The model as it was first."""
+    context: int = CONTEXT
+    """Tokens at which bytes of caches are told, and what fits."""
+    gpus: str | None = None
+    """As `fit` names them."""
     kv: KvPart | None = None
     """Of the cache, where it was asked about."""
     dry: bool = False
@@ -140,8 +196,19 @@ class QuantizeReport(Record):
     @property
     def broken(self) -> list[str]:
         """Bounds that formats break."""
-        return [f"{row.name}: {what}" for row in self.rows for what in row.broken] + (
-            self.kv.broken if self.kv is not None else []
+        cells = [(f"{row.name}, {cell.name}", cell.broken) for row in self.rows for cell in row.caches]
+        out = [
+            f"{name}: {what}"
+            for name, broken in [(row.name, row.broken) for row in self.rows] + cells
+            for what in broken
+        ]
+        return out + (self.kv.broken if self.kv is not None else [])
+
+    @property
+    def failed(self) -> bool:
+        """Whether a format could not be made or measured."""
+        return any(row.error is not None for row in self.rows) or any(
+            cell.judged is not None and cell.judged.error is not None for row in self.rows for cell in row.caches
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,6 +219,8 @@ class QuantizeReport(Record):
             "settings": dict(self.settings),
             "environment": dict(self.environment),
             "dry_run": self.dry,
+            "context": self.context,
+            "gpus": self.gpus,
             "results": [row.to_dict() for row in self.rows],
             "kv": None if self.kv is None else self.kv.to_dict(),
             "notes": list(self.notes),
@@ -161,18 +230,35 @@ class QuantizeReport(Record):
 
 
 def ranked(rows: list[Row]) -> tuple[Row, ...]:
-    """With those marked that no other beats in bytes and divergence both."""
+    """With those marked that no other beats in bytes and divergence both: rows, or where they have several caches these."""
     places = [_place(row) for row in rows]
+    cells = [_cell_place(row, cell) for row in rows for cell in row.caches]
+    marks = iter(cells)
+    out = []
+    for row, own in zip(rows, places, strict=True):
+        caches = tuple(cell.replace(pareto=_best(next(marks), cells)) for cell in row.caches)
+        out.append(row.replace(pareto=_best(own, places), caches=caches))
+    return tuple(out)
 
-    def beaten(own: tuple[int, float]) -> bool:
-        return any(other is not None and other != own and other[0] <= own[0] and other[1] <= own[1] for other in places)
 
-    return tuple(row.replace(pareto=own is not None and not beaten(own)) for row, own in zip(rows, places, strict=True))
+_Place = tuple[int, float] | None
+"""Bytes, and nats of divergence; None where it was not measured."""
 
 
-def _place(row: Row) -> tuple[int, float] | None:
-    """Bytes, and nats of divergence; None where it was not measured."""
+def _best(own: _Place, places: list[_Place]) -> bool:
+    return own is not None and not any(
+        other is not None and other != own and other[0] <= own[0] and other[1] <= own[1] for other in places
+    )
+
+
+def _place(row: Row) -> _Place:
     if row.judged is None or row.bytes is None:
         return None
     found = row.judged.quality
     return row.bytes, 0.0 if found is None else found.kl.value
+
+
+def _cell_place(row: Row, cell: Cell) -> _Place:
+    if row.bytes is None or cell.judged is None or cell.judged.error is not None:
+        return None
+    return row.bytes + cell.kv_bytes, 0.0 if cell.quality is None else cell.quality.kl.value

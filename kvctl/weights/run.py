@@ -18,13 +18,15 @@ from kvctl.errors import KvctlError
 from kvctl.record import Record
 from kvctl.size import SizePlan, size
 from kvctl.weights import from_gguf
+from kvctl.weights.buys import Terms, bought, gpus
 from kvctl.weights.fetch import files_of
 from kvctl.weights.kv_run import KvAsk, cost
 from kvctl.weights.making import Making, Settings, making
-from kvctl.weights.report import Gate, QuantizeReport, Row, ranked
+from kvctl.weights.report import CONTEXT, Gate, QuantizeReport, Row, ranked
 
 if TYPE_CHECKING:
     from kvctl.measure.run import Now
+    from kvctl.ranks import Hardware
     from kvctl.spec import ModelSpec
     from kvctl.weights.backends.environments import Plan
     from kvctl.weights.judge import Exam, Judged, Stage
@@ -49,6 +51,30 @@ class Ask(Record):
     """Where one format is kept; None: formats are compared and thrown away."""
     resume: bool = False
     force: bool = False
+    context: int = CONTEXT
+    """Tokens at which bytes of caches are told, and what fits."""
+    hardware: Hardware | None = None
+    """What fits on it is told of every format."""
+    notes: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Refuses caches that cannot be measured.
+
+        Raises:
+            UsageError: one packs nothing of so short a text.
+
+        """
+        from kvctl.weights.kv_measure import check_packs
+
+        check_packs({one.name: one for one in self.terms.techniques[1:]}, self.exam.length)
+
+    @property
+    def terms(self) -> Terms:
+        """What is asked of every row alike."""
+        from kvctl.techniques import PLAIN, parse
+
+        others = tuple(map(parse, self.exam.caches))
+        return Terms(self.spec, self.context, self.hardware, (PLAIN, *others) if others else (), self.gate)
 
 
 def plan(ask: Ask) -> QuantizeReport:
@@ -62,11 +88,12 @@ def plan(ask: Ask) -> QuantizeReport:
 
     if ask.target is not None:
         check_target(ask.target, ask.source, ask.force)
+    ask.check()
     from kvctl.measure.hush import quiet
 
     with quiet():
-        rows = [_original(ask.source)]
-        rows += [_bought(ask, making(way, ask.source, ask.settings).plan(), rows[0]) for way in ask.ways]
+        rows = [_with(ask, _original(ask.source))]
+        rows += [bought(ask.terms, making(way, ask.source, ask.settings).plan(), rows[0]) for way in ask.ways]
         return _report(ask, rows).replace(dry=True)
 
 
@@ -101,9 +128,10 @@ def of_cache(ask: KvAsk, now: Now) -> QuantizeReport:
 
     with quiet():
         part = cost(ask, now)
-    plain = Ask(ask.spec, ask.source, (), ask.settings, ask.exam, ask.gate, ask.target)
+    plain = Ask(ask.spec, ask.source, (), ask.settings, ask.exam, ask.gate, ask.target, context=ask.context,
+                hardware=ask.hardware)  # fmt: skip
     said = from_gguf.note(ask.source) if from_gguf.is_gguf(ask.source) else None
-    return _report(plain, []).replace(kv=part, notes=(said,) if said else ())
+    return _report(plain, []).replace(kv=part, notes=(*ask.notes, *((said,) if said else ())))
 
 
 def quantize(ask: Ask, now: Now) -> QuantizeReport:
@@ -132,6 +160,7 @@ class _Run:
         from kvctl.weights.checkpoint import check_target, work_folder
 
         ask, interrupted = self.ask, False
+        ask.check()
         if ask.target is not None:
             check_target(ask.target, ask.source, ask.force)
         with self.stack:
@@ -139,7 +168,7 @@ class _Run:
             _sweep(place)
             self.reference = Path(self.stack.enter_context(_folder(place, "reference")))
             self.source = self._folder_of_source()
-            self.rows = [_original(self.source)]
+            self.rows = [_with(ask, _original(self.source))]
             try:
                 self._refer()
                 for way in ask.ways:
@@ -153,7 +182,7 @@ class _Run:
                     self.notes.append(f"--resume goes on with what is in {work_folder(ask.target)}")
         if self.source != ask.source and not interrupted:
             shutil.rmtree(self.source, ignore_errors=True)
-        return _report(ask, list(ranked(self.rows))).replace(notes=tuple(self.notes), interrupted=interrupted)
+        return _report(ask, list(ranked(self.rows))).replace(notes=(*ask.notes, *self.notes), interrupted=interrupted)
 
     def _folder_of_source(self) -> Path:
         """The source as a folder of safetensors: a GGUF file is dequantized beside the target, once for runs that go on."""
@@ -180,7 +209,7 @@ class _Run:
         row = Row(way.name, way.title, "", None, self.rows[0].parameters, None)
         try:
             one = making(way, self.source, self.ask.settings)
-            row = _bought(self.ask, one.plan(), self.rows[0])
+            row = bought(self.ask.terms, one.plan(), self.rows[0])
             return self._one(one, row, target)
         except KvctlError as error:
             if len(self.ask.ways) == 1:
@@ -204,13 +233,14 @@ class _Run:
             self.now.say(f"{row.name}: holding its files against the format's rules")
             found["checked"] = (one.check(folder),)
             found["judged"] = self._judge(folder, row.name)
-            found["broken"] = tuple(self.ask.gate.broken(found["judged"].quality))
+            # Where several caches are asked about, each of these is held against the bounds.
+            found["broken"] = () if self.ask.exam.caches else tuple(self.ask.gate.broken(found["judged"].quality))
             found["tensor_bytes"] = tensor_bytes(folder)
             found.update(more, made_with=_made_with(one.way), folder=self.ask.target)
             if self.ask.target is None:
                 return {}
-            rows = ranked([self.rows[0], _bought(self.ask, row.replace(**found), self.rows[0])])
-            report = _report(self.ask, rows).replace(notes=tuple(self.notes))
+            rows = ranked([self.rows[0], bought(self.ask.terms, row.replace(**found), self.rows[0])])
+            report = _report(self.ask, rows).replace(notes=(*self.ask.notes, *self.notes))
             from kvctl.weights.card import card
 
             return {REPORT: json.dumps(report.to_dict(), indent=2) + "\n", CARD: card(report, licence_of(self.source))}
@@ -218,7 +248,7 @@ class _Run:
         one.make(
             target, resume=self.ask.resume, force=self.ask.force or self.ask.target is None, finish=finish, tell=tell
         )
-        return _bought(self.ask, row.replace(**found), self.rows[0])
+        return bought(self.ask.terms, row.replace(**found), self.rows[0])
 
     def _refer(self) -> None:
         """Run the original: what is wrong with the text or the tokenizer shows before anything is made."""
@@ -226,7 +256,7 @@ class _Run:
 
         self.now.say("original: running it in a process of its own")
         judged = refer(self.source, self.ask.exam, self.reference, progress=self._stage("original"))
-        self.rows[0] = self.rows[0].replace(judged=judged)
+        self.rows[0] = _with(self.ask, self.rows[0].replace(judged=judged))
 
     def _judge(self, folder: Path, name: str) -> Judged:
         from kvctl.weights.judge import judge
@@ -239,6 +269,11 @@ class _Run:
             self.now.say(f"{name}: {stage.stage} {stage.done:,} of {stage.of:,}")
 
         return told
+
+
+def _with(ask: Ask, original: Row) -> Row:
+    """The model as it is, with caches and GPUs that are asked about; it frees nothing."""
+    return bought(ask.terms, original, original).replace(freed_bytes=None, freed_tokens=None)
 
 
 _MARK = ".kvctl-quantize-"
@@ -303,15 +338,6 @@ def _original(source: Path) -> Row:
     return Row("original", "as it is", dtype, None, count, held, tensor_bytes=held)
 
 
-def _bought(ask: Ask, row: Row, original: Row) -> Row:
-    """With what the freed memory would hold of the cache, in the model's own dtype."""
-    if original.bytes is None or row.bytes is None:
-        return row
-    freed = original.bytes - row.bytes
-    each = size(ask.spec, 4096, SizePlan(TRANSFORMERS)).kv_bytes_per_token
-    return row.replace(freed_bytes=freed, freed_tokens=max(freed, 0) // each if each else None)
-
-
 def tensor_bytes(folder: Path) -> int:
     """Of all tensors in a folder's safetensors files."""
     from kvctl.sources import safetensors
@@ -346,4 +372,6 @@ def _report(ask: Ask, rows: Sequence[Row]) -> QuantizeReport:
         "min_top1_percent": ask.gate.least_top1,
     }
     info = size(ask.spec, 1, SizePlan(TRANSFORMERS)).model
-    return QuantizeReport(info, settings, environment("cpu"), tuple(rows))
+    return QuantizeReport(
+        info, settings, environment("cpu"), tuple(rows), ask.context, gpus(ask.hardware), notes=ask.notes
+    )
