@@ -258,8 +258,160 @@ def test_a_quantized_model_is_not_quantized_again(kvctl: Run, folder: Path, tmp_
     assert kvctl("quantize", str(folder), "--weights", "rtn", "-o", str(tmp_path / "once"), *QUICK).code == 0
     outcome = kvctl("quantize", str(tmp_path / "once"), "--weights", "rtn", "-o", str(tmp_path / "twice"))
     assert outcome.code == 1
-    assert "is quantized already (awq)" in outcome.err
+    assert "is quantized already (awq, 4 bits in groups of 64)" in outcome.err
     assert not (tmp_path / "twice").exists()
+
+
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_CT = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True},
+        }
+    },
+}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+_CACHE = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"type": "float", "num_bits": 8},
+}
+
+
+@torch_only
+@pytest.mark.parametrize(("facts", "said"), [
+    ({"quant_method": "awq", "bits": 4, "group_size": 64}, "quantized already (awq, 4 bits in groups of 64)"),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "quantized already (gptq, 8 bits in groups of 128)"),
+    (_BNB, "quantized already (bitsandbytes, 4 bits"),
+    (_CT, "quantized already (compressed-tensors, 4 bits in groups of 64)"),
+    (_FP8, "quantized already (fp8, 8 bits in blocks of 128 × 128)"),
+    (_FP8, "FineGrainedFP8Config(dequantize=True)"),
+    ({"quant_method": "mxfp4"}, "Mxfp4Config(dequantize=True)"),
+    ({"quant_method": "somebody's"}, "quantized already (somebody's)"),
+    (_CACHE, "has scales of an FP8 cache"),
+])  # fmt: skip
+def test_whatever_quantized_it_nothing_is_loaded_or_made(
+    kvctl: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], said: str
+) -> None:
+    source = _changed(folder, tmp_path, monkeypatch)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": facts}))
+    for name in ("awq", "int8", "fp8"):
+        outcome = kvctl("quantize", str(source), "--weights", name, "-o", str(tmp_path / "out"), *QUICK)
+        assert outcome.code == 1
+        assert said in outcome.err
+        assert "goes into an environment" not in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def _changed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy; what would run it, or make an environment for its sake, fails the test."""
+    import shutil
+
+    from kvctl.weights import judge
+
+    monkeypatch.setattr(judge, "refer", lambda *_, **__: pytest.fail("it was run"))
+    monkeypatch.setenv("KVCTL_CACHE", str(tmp_path / "cache"))
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+@torch_only
+@pytest.mark.parametrize(("change", "said"), [
+    ("cut", "bytes || hint: download it again"),
+    ("lacks", "the checkpoint lacks model.layers.1.self_attn.k_proj.weight"),
+    ("shape", "model.layers.1.self_attn.k_proj.weight is (16, 64), the configuration says (32, 64)"),
+    ("int8", "model.layers.1.self_attn.k_proj.weight is of I8, and config.json says nothing of quantization"),
+    ("fp8", "model.layers.1.self_attn.k_proj.weight is of F8_E4M3, and config.json says nothing of quantization"),
+    ("beside", "is quantized already (modelopt, 4 bits in groups of 16)"),
+    ("none", "no weights there (model.safetensors) || hint: hf download fetches a model"),
+])  # fmt: skip
+def test_weights_that_are_not_what_they_should_be(
+    kvctl: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, said: str
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source, name = _changed(folder, tmp_path, monkeypatch), "model.layers.1.self_attn.k_proj.weight"
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    if change == "lacks":
+        del tensors[name]
+    elif change == "shape":
+        tensors[name] = tensors[name][:16].contiguous()
+    elif change == "int8":
+        tensors[name] = (100 * tensors[name]).to(torch.int8)
+    elif change == "fp8":
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, file, {"format": "pt"})
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif change == "none":
+        file.unlink()
+    elif change == "beside":
+        facts = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}
+        (source / "hf_quant_config.json").write_text(json.dumps(facts))
+    for made in ("awq", "int8"):
+        outcome = kvctl("quantize", str(source), "--weights", made, "-o", str(tmp_path / "out"), *QUICK)
+        assert outcome.code == 1
+        assert said in " || ".join(outcome.err.splitlines())
+    if change != "beside":  # calibrating reads the folder too
+        outcome = kvctl("quantize", str(source), "--kv", "fp8", "-o", str(tmp_path / "out"), *QUICK)
+        assert outcome.code == 1
+        assert "--weights random" not in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@torch_only
+def test_one_number_that_is_none_is_named(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    source, name = tmp_path / "model", "model.layers.1.self_attn.k_proj.weight"
+    shutil.copytree(folder, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][3, 3] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for asked in (("--weights", "int8"), ("--kv", "fp8"), ("--kv", "int8")):
+        target = () if asked == ("--kv", "int8") else ("-o", str(tmp_path / "out"))
+        outcome = kvctl("quantize", str(source), *asked, *target, *QUICK)
+        assert outcome.code == 1
+        assert f"{name} has numbers that are not finite" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@torch_only
+def test_no_tokenizer(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    source = tmp_path / "model"
+    shutil.copytree(folder, source)
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    for asked in (("--weights", "awq", "-o", str(tmp_path / "out")), ("--kv", "fp8")):
+        outcome = kvctl("quantize", str(source), *asked, *QUICK)
+        assert outcome.code == 1
+        assert "no tokenizer can be loaded" in outcome.err
+        assert "copy the model's tokenizer files there" in outcome.err
+
+
+def test_a_published_model_is_refused_before_it_is_fetched() -> None:
+    from kvctl.errors import ConfigError
+    from kvctl.model import build_spec
+    from kvctl.sources import Found
+    from kvctl.spec import Provenance
+    from kvctl.weights.fetch import check_source
+
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
+        "intermediate_size": 128, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"somebody/model is quantized already \(awq, 4 bits in groups of 64\)"):
+        check_source(build_spec(Found("somebody/model", config, Provenance("hub", "somebody/model"))))
 
 
 @torch_only

@@ -388,7 +388,7 @@ def test_parameters_are_counted_however_they_are_packed(writer: str) -> None:
     found = resolve("./m")
     assert found.weights is not None
     assert (found.weights.bytes, found.weights.parameters) == (sum(about[2] for about in stored.values()), 2112)
-    assert not any("names no quantization" in note for note in found.notes)
+    assert not any("says nothing of quantization" in note for note in found.notes)
 
 
 def test_packings_that_are_not_known_have_no_parameters() -> None:
@@ -403,7 +403,7 @@ def test_whole_numbers_where_nothing_says_what_they_stand_for() -> None:
     folder = model()
     tensors(folder / "model.safetensors", **_NORM, **{f"{_LAYER}.weight": ("I8", [32, 64], 2048)})
     (note,) = resolve("./m").notes
-    assert f"{_LAYER}.weight is of I8, and config.json names no quantization" in note
+    assert f"{_LAYER}.weight is of I8, and config.json says nothing of quantization" in note
     # Older ModelOpt says it in a file beside; masks that old checkpoints bring are no weights.
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W8A8_INT8"}}))
     assert not resolve("./m").notes

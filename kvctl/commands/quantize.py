@@ -261,6 +261,8 @@ def quantize(
     signals.heed()
     from kvctl.weights import run
 
+    if not alone:
+        run.check_source(spec)
     wanted = [] if dry_run else run.missing(ways)
     if not all(output_quantize.may_install(one, yes=yes) for one in wanted):
         raise UsageError("nothing was made", hint="awq without --backend needs no environment")

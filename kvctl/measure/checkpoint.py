@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvctl.errors import ConfigError, KvctlError, SourceError
@@ -28,6 +29,7 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         SourceError: there are none, files are missing, cut off, or no safetensors files.
+        ConfigError: they are packed, and nothing says how.
 
     """
     where = jsonfile.plain(str(folder))
@@ -47,6 +49,21 @@ def check_folder(folder: Path) -> None:
         raise SourceError(f"{where}: {jsonfile.plain(name)} {what}{more}", hint=_AGAIN)
     for name in files:
         _check_file(folder / name)
+    _check_explained(folder, [folder / name for name in files if name.endswith(".safetensors")])
+
+
+def _check_explained(folder: Path, files: Sequence[Path]) -> None:
+    """Refuses packed weights of a folder that does not say how they are packed: transformers would take them as they are."""
+    from kvctl.sources import packed
+
+    path = folder / "config.json"
+    if not path.is_file() or packed.quantized(jsonfile.read_file(path), folder) is not None:
+        return
+    odd = packed.unexplained([named for file in files for named in safetensors.read_header(file)])
+    if odd is not None:
+        where = jsonfile.plain(str(folder))
+        raise ConfigError(f"{where}: {jsonfile.plain(odd[0])} is of {odd[1]}, and config.json says nothing of quantization: what it stands for is not known",
+                          hint="quantization_config of the model's own config.json says it: download that again")  # fmt: skip
 
 
 def _indexed(path: Path) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import ConfigError, SourceError
+from kvctl.errors import ConfigError, KvctlError, SourceError
 from kvctl.measure.checkpoint import hub_reason
 
 ON_HUB = ("cache", "hub", "catalogue")
@@ -15,6 +17,30 @@ _KIND = re.compile(r"^\w+Error: ")
 RANDOM = "--weights random builds the model from its configuration alone"
 if TYPE_CHECKING:
     from kvctl.spec import ModelSpec
+
+
+class NotFinite(KvctlError):
+    """A model makes NaN or infinity of a text."""
+
+
+@contextmanager
+def blaming_weights(model: Any) -> Iterator[None]:
+    """Of numbers that are not finite, say whether the weights have them already.
+
+    Raises:
+        SourceError: they have: which.
+        NotFinite: they have not.
+
+    """
+    try:
+        yield
+    except NotFinite:
+        import torch
+
+        for name, value in model.named_parameters():
+            if value.is_floating_point() and value.numel() and not bool(torch.isfinite(value).all()):
+                raise SourceError(f"{name} has numbers that are not finite", hint="download the model again") from None
+        raise
 
 
 def unknown_type(spec: ModelSpec, name: str, *, trusted: bool) -> ConfigError:

@@ -336,8 +336,12 @@ def _tokenizer(loaded: Loaded, plan: ProfilePlan) -> Any:
         told["gguf_file"] = loaded.gguf_file
     if plan.wanted.revision is not None:
         told["revision"] = plan.wanted.revision
-    with quiet():
-        return transformers.AutoTokenizer.from_pretrained(loaded.tokenizer_path, **told)
+    try:
+        with quiet():
+            return transformers.AutoTokenizer.from_pretrained(loaded.tokenizer_path, **told)
+    except Exception as error:
+        raise SourceError(f"{loaded.spec.id}: no tokenizer can be loaded of it",
+                          hint="copy the model's tokenizer files there, or install what they need (sentencepiece, tiktoken)") from error  # fmt: skip
 
 
 def reading(name: str, loaded: Loaded, plan: ProfilePlan, text: str) -> Reading:

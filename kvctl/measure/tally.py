@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvctl.errors import KvctlError
+from kvctl.measure.faults import NotFinite
 from kvctl.measure.quality import Quality, Scores, quality
 
 _ELEMENTS = 1 << 20
@@ -78,6 +79,6 @@ class Tally:
             row = int((~finite).nonzero()[0])
             token = self.scores.window.count(window) + row
             seen = "NaN" if bool(torch.isnan(wide[row]).any()) else "infinite"
-            raise KvctlError(f"{whose}: the logits of token {token} of window {window} are {seen}",
+            raise NotFinite(f"{whose}: the logits of token {token} of window {window} are {seen}",
                              hint="another --dtype (fp32, bf16) has more range")  # fmt: skip
         return wide - total

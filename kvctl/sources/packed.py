@@ -8,7 +8,7 @@ input_scale) and OpenAI's MXFP4 (_blocks, _scales).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,14 @@ def parameters(tensors: Sequence[Named], facts: Mapping[str, Any]) -> int | None
     return total
 
 
-def plain_integers(tensors: Iterable[Named]) -> tuple[str, str] | None:
-    """Name and dtype of a matrix of whole numbers, where a model's weights are floats; None where there is none."""
-    return next(
-        ((name, dtype) for name, dtype, shape, _ in tensors
-         if dtype in _INTEGERS and len(shape) > 1 and name.endswith(_MATRICES)), None,
-    )  # fmt: skip
+def unexplained(tensors: Sequence[Named]) -> tuple[str, str] | None:
+    """Name and dtype of a matrix that does not stand for itself: of whole numbers, or with a scale beside it. None: there is none."""
+    shapes = {name: shape for name, _, shape, _ in tensors}
+    for name, dtype, shape, _ in tensors:
+        scaled = dtype.startswith("F8") and not shapes.keys().isdisjoint((f"{name}_scale", f"{name}_scale_inv"))
+        if len(shape) > 1 and (scaled or (dtype in _INTEGERS and name.endswith(_MATRICES))):
+            return name, dtype
+    return None
 
 
 def _beside(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -198,9 +198,9 @@ def _from_headers(folder: Path, shards: Iterable[Path], config: Mapping[str, Any
     counts: Counter[str] = Counter()
     for _, dtype, shape, _ in tensors:
         counts[dtype] += math.prod(shape)
-    odd = packed.plain_integers(tensors)
+    odd = packed.unexplained(tensors)
     notes = () if odd is None else (
-        f"{jsonfile.plain(odd[0])} is of {odd[1]}, and config.json names no quantization: engines take such numbers as they are, or refuse them",
+        f"{jsonfile.plain(odd[0])} is of {odd[1]}, and config.json says nothing of quantization: what it stands for is not known",
     )  # fmt: skip
     return Weights(size, _unpacked(counts, counts.total()), "safetensors headers"), notes
 

@@ -151,6 +151,11 @@ class _Virtual:
         return list(self.shapes)
 
 
+def _no_float(what: str, dtype: str) -> ConfigError:
+    return ConfigError(f"{what} is stored in {dtype[:20]}, and bitsandbytes packs float16, bfloat16 and float32",
+                       hint="quantize the model that it was made of")  # fmt: skip
+
+
 class _Job:
     """A source, and what becomes of each of its tensors."""
 
@@ -168,6 +173,10 @@ class _Job:
             self.places = Places(_configuration(folder), settings.for_transformers(self.dtype), settings.skip)
         self.places.check_words(settings.skip)
         self.modules = self.places.of(self.source)
+        odd = next((name for name, module in self.modules.items()
+                    if module is not None and self.source.dtypes[name] not in _TORCH), None)  # fmt: skip
+        if odd is not None:
+            raise _no_float(odd[:120], self.source.dtypes[odd])
 
     def _most(self) -> str:
         """The dtype of most of what is stored."""
@@ -176,8 +185,7 @@ class _Job:
             sizes[dtype] = sizes.get(dtype, 0) + self.source.sizes[name]
         found = max(sizes, key=lambda dtype: sizes[dtype])
         if found not in _TORCH:
-            raise ConfigError(f"its weights are stored in {found}, and bitsandbytes packs float16, bfloat16 and float32",
-                              hint="quantize the model that it was made of")  # fmt: skip
+            raise _no_float("most of it", found)
         return _TORCH[found]
 
     def stored_dtype(self, name: str) -> str:

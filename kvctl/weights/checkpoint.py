@@ -17,8 +17,8 @@ from typing import Any
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
 from kvctl.measure.checkpoint import check_folder
-from kvctl.quantization import facts_of
-from kvctl.sources import jsonfile, safetensors
+from kvctl.quantization import facts_of, of_cache_alone, scheme
+from kvctl.sources import jsonfile, packed, safetensors
 from kvctl.weights import tensorfile
 from kvctl.weights.tensorfile import Source, Written, cannot_write
 
@@ -29,6 +29,8 @@ _KEPT = (
 """Files that belong to the model as it was and hold of what it becomes."""
 Finish = Callable[[Path], Mapping[str, str]]
 """Called with a folder that is complete but for its name; texts by file name that it is to have besides."""
+_PLAIN = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""Methods that models are published in, and by which name transformers 5.24 turns them into plain weights."""
 _SHARD = 5 * 10**9
 _JOURNAL, _LOCK, _OLD = "journal.json", "lock", "old"
 
@@ -45,11 +47,7 @@ def open_source(folder: Path) -> tuple[Source, dict[str, Any]]:
     if not folder.is_dir():
         raise SourceError(f"{where} is no folder with a model's files", hint="hf download fetches a model")
     config = jsonfile.read_file(folder / "config.json")
-    facts = facts_of(config)
-    if facts is not None:
-        method = facts.get("quant_method") or facts.get("quant_algo") or "unknown"
-        raise ConfigError(f"{where} is quantized already ({str(method)[:40]})",
-                          hint="quantize the model that it was made of")  # fmt: skip
+    refuse_quantized(config, where, folder)
     check_folder(folder)
     if (folder / safetensors.INDEX).is_file() and not (folder / "model.safetensors").is_file():
         names = safetensors.index_files(jsonfile.read_file(folder / safetensors.INDEX, limit=safetensors.INDEX_LIMIT))
@@ -59,6 +57,32 @@ def open_source(folder: Path) -> tuple[Source, dict[str, Any]]:
         raise SourceError(f"{where} has no weights in safetensors",
                           hint="transformers' save_pretrained writes them so")  # fmt: skip
     return Source(folder, [folder / name for name in names]), config
+
+
+def refuse_quantized(config: Mapping[str, Any], where: str, folder: Path | None = None) -> None:
+    """Refuses a model whose configuration, or a file beside it, says that it is quantized.
+
+    Raises:
+        ConfigError: it is: in which way, and what to quantize instead.
+
+    """
+    facts = facts_of(config) if folder is None else packed.quantized(config, folder)
+    if facts is None:
+        return
+    if of_cache_alone(facts):
+        raise ConfigError(f"{where} has scales of an FP8 cache, which hold for its weights as they are",
+                          hint="quantize the model that it was made of, and calibrate what comes of that")  # fmt: skip
+    method = facts.get("quant_method") or facts.get("quant_algo") or "unknown"
+    try:
+        found = scheme({"quantization_config": facts})
+        words = str(method) if found is None else found.words
+    except ConfigError:
+        words = str(method)
+    plain = _PLAIN.get(method) if isinstance(method, str) else None
+    other = f"; where there is none, load it with transformers' {plain}(dequantize=True) and save that" if plain else ""
+    raise ConfigError(
+        f"{where} is quantized already ({words[:60]})", hint=f"quantize the model that it was made of{other}"
+    )
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:

@@ -7,12 +7,39 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import KvctlError, SourceError
 from kvctl.measure.published import place
+from kvctl.weights.checkpoint import open_source, refuse_quantized
 
 if TYPE_CHECKING:
     from kvctl.spec import ModelSpec
 
 _FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "LICENSE*",
           "LICENCE*", "NOTICE*", "USE_POLICY*", "README.md")  # fmt: skip
+
+
+def check_source(spec: ModelSpec) -> None:
+    """Refuses a model that cannot be quantized, before it is fetched or an environment is made for it: by its configuration,
+    and by its files' headers where they are in a folder.
+
+    Raises:
+        ConfigError: it is quantized already.
+        SourceError: its weights are missing or damaged.
+
+    """
+    if spec.provenance.source != "local":
+        refuse_quantized(spec.config, spec.id)
+        return
+    folder, gguf_file = _place(spec)
+    if gguf_file is None:
+        open_source(Path(folder))
+
+
+def _place(spec: ModelSpec) -> tuple[str, str | None]:
+    try:
+        return place(spec)
+    except SourceError as error:
+        if "--weights random" in (error.hint or ""):  # which is for `profile`: there is nothing to quantize
+            raise SourceError(error.message, hint="hf download fetches a model") from None
+        raise
 
 
 def files_of(spec: ModelSpec, revision: str | None) -> Path:
@@ -25,7 +52,7 @@ def files_of(spec: ModelSpec, revision: str | None) -> Path:
     from kvctl.measure.checkpoint import hub_reason
     from kvctl.measure.hush import quiet
 
-    where, gguf_file = place(spec)
+    where, gguf_file = _place(spec)
     if gguf_file is not None:
         return Path(where) / gguf_file
     if spec.provenance.source == "local":

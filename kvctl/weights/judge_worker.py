@@ -30,6 +30,7 @@ def work(job: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
     with quiet():
         import torch
 
+        from kvctl.measure.faults import blaming_weights
         from kvctl.measure.memory import HighWater
         from kvctl.weights.judge import scores_to_dict
         from kvctl.weights.judge_caches import Caches
@@ -50,7 +51,7 @@ def work(job: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
         def scoring(number: int, stage: str = "score") -> None:
             tell({"stage": stage, "done": number, "of": len(ids)})
 
-        with torch.inference_mode():
+        with torch.inference_mode(), blaming_weights(model):
             began = time.monotonic()
             caches = Caches(model, path, ids, exam) if exam["caches"] else None
             if caches is None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import ConfigError, KvctlError, UsageError
+from kvctl.errors import ConfigError, UsageError
+from kvctl.measure.faults import NotFinite
 from kvctl.record import Record
 from kvctl.techniques.codecs.floats import Fp8
 from kvctl.weights.kv_scales import HEAD, LARGEST, TENSOR, LayerScales, Scales, layers_of
@@ -200,7 +201,7 @@ class _Sums:
         sizes = rows.abs().float()
         top = sizes.amax((0, 2, 3))
         if not bool(top.isfinite().all()):
-            raise KvctlError(f"layer {layer} makes keys or values that are not finite of the calibration text",
+            raise NotFinite(f"layer {layer} makes keys or values that are not finite of the calibration text",
                              hint="another --dtype (fp32, bf16) has more range")  # fmt: skip
         self._top = top if self._top is None else self._top.maximum(top)
         self.count += sizes.numel()

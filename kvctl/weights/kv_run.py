@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,7 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
         KvctlError: no scales cost less than 1.0: there is nothing to write.
 
     """
+    from kvctl.measure.faults import blaming_weights
     from kvctl.measure.hush import quiet
 
     spec, fp8 = ask.spec, "fp8" in ask.formats
@@ -149,7 +151,7 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
         check_target(ask.target, ask.source, ask.force)
     there = _there(ask.source)
     loaded, dtype = _loaded(ask, now)
-    with quiet():
+    with quiet(), blaming_weights(loaded.model):
         found = _calibrated(ask, loaded, now) if fp8 else None
         techniques = _techniques(ask, found)
         scores = _measured(ask, loaded, techniques, now)
@@ -182,7 +184,12 @@ def _loaded(ask: KvAsk, now: Now) -> tuple[Loaded, Any]:
     wanted = FP32 if ask.settings.dtype is None else model_dtype(ask.settings.dtype)
     dtype = prepare(ask.spec, SizePlan(TRANSFORMERS, dtype=wanted)).dtype
     now.say(f"loading {ask.spec.id}")
-    return load(ask.spec, Wanted(device=ask.exam.device, dtype=dtype), dtype), dtype
+    try:
+        return load(ask.spec, Wanted(device=ask.exam.device, dtype=dtype), dtype), dtype
+    except KvctlError as error:
+        # Random weights, which `profile` may run instead, say nothing of what a format costs.
+        first, *_ = re.split(r"(?:, or )?(?:run it without its quantization: )?--weights random", error.hint or "")
+        raise type(error)(error.message, hint=first or None) from None
 
 
 def _ids(ask: KvAsk, loaded: Loaded, text: str) -> list[int]:

@@ -22,7 +22,7 @@ from kvctl.errors import ConfigError, SourceError, UsageError
 from kvctl.measure.checkpoint import check_folder
 from kvctl.quantization import facts_of
 from kvctl.record import Record
-from kvctl.sources import jsonfile, kv_scales, safetensors
+from kvctl.sources import jsonfile, kv_scales, packed, safetensors
 from kvctl.weights import tensorfile
 from kvctl.weights.checkpoint import Finish, Work, check_target, copy_kept, discard, write_config
 from kvctl.weights.kv_scales import HEAD, OWN_TOOL, TENSOR, Scales
@@ -142,6 +142,9 @@ def _checked(source: Path, strategy: str) -> tuple[dict[str, Any], list[Path], d
     if there.declared is not None or there.dynamic:
         raise ConfigError(f"{where}: its configuration declares a cache in {there.declared} and has no scales of it",
                           hint="calibrate the checkpoint that it was made of")  # fmt: skip
+    facts = packed.quantized(config, source)
+    if facts is not None and facts_of(config) is None:  # ModelOpt's older checkpoints say it in a file beside
+        config = {**config, "quantization_config": dict(facts)}
     try:
         return config, files, declared(config, strategy)
     except ConfigError as error:
@@ -168,7 +171,7 @@ def declared(config: Mapping[str, Any], strategy: str = TENSOR) -> dict[str, Any
         return (
             None  # its readers look for k_scale and v_scale whatever it declares; --kv-cache-dtype fp8 has to be said
         )
-    name = str(method)[:40]
+    name = "unknown" if method is None else str(method)[:40]
     if method in OWN_TOOL:
         raise ConfigError(f"scales for a checkpoint of method {name} are written by its own tool, with the weights",
                           hint="ModelOpt: --kv_cache_qformat fp8; Quark: --kv_cache_dtype fp8")  # fmt: skip

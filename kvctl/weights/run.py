@@ -19,7 +19,7 @@ from kvctl.record import Record
 from kvctl.size import SizePlan, size
 from kvctl.weights import from_gguf
 from kvctl.weights.buys import Terms, bought, gpus
-from kvctl.weights.fetch import files_of
+from kvctl.weights.fetch import check_source, files_of
 from kvctl.weights.kv_run import KvAsk, cost
 from kvctl.weights.making import Making, Settings, making
 from kvctl.weights.report import CONTEXT, Gate, QuantizeReport, Row, ranked
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvctl.weights.judge import Exam, Judged, Stage
     from kvctl.weights.ways import Way
 
-__all__ = ["Ask", "KvAsk", "files_of", "install", "missing", "of_cache", "plan", "quantize"]
+__all__ = ["Ask", "KvAsk", "check_source", "files_of", "install", "missing", "of_cache", "plan", "quantize"]
 _STORED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 REPORT, CARD = "kvctl-quantize.json", "README.md"
 
@@ -169,6 +169,8 @@ class _Run:
             self.reference = Path(self.stack.enter_context(_folder(place, "reference")))
             self.source = self._folder_of_source()
             self.rows = [_with(ask, _original(self.source))]
+            if len(ask.ways) == 1:
+                making(ask.ways[0], self.source, ask.settings).plan()  # headers tell at once what cannot be
             try:
                 self._refer()
                 for way in ask.ways:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError
+from kvctl.measure.faults import NotFinite
 from kvctl.record import Record
 from kvctl.sources import jsonfile
 from kvctl.units import format_bytes
@@ -125,7 +126,7 @@ def _compare(
 
     own = part.float().log_softmax(-1)
     if not bool(torch.isfinite(own.amax())):
-        raise KvctlError("the model makes numbers that are not finite", hint="another dtype may hold them: bfloat16")
+        raise NotFinite("the model makes numbers that are not finite", hint="another dtype may hold them: bfloat16")
     right = own.gather(1, true[:, None])[:, 0]
     if plain is not None:
         first = plain.float().log_softmax(-1)
