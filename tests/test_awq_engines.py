@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,11 @@ def _greedy(model: Any, ids: list[int]) -> tuple[list[int], list[float]]:
     return x[0, len(ids) :].tolist(), gaps
 
 
-def _same(found: list[int], wanted: list[int], gaps: list[float]) -> bool:
+def _same(found: list[int], wanted: list[int], gaps: list[float], near: float = _NEAR) -> bool:
     """Token by token, until two are so near one another that 16 bits may swap them."""
     for own, other, gap in zip(found, wanted, gaps, strict=True):
         if own != other:
-            return gap < _NEAR
+            return gap < near
     return True
 
 
@@ -152,9 +153,10 @@ def test_tensors_that_kernels_make_of_weights_are_no_cache(kvctl: Callable[..., 
     pytest.importorskip("gptqmodel", reason="transformers reads AWQ with gptqmodel's kernels")
     outcome = kvctl("profile", str(small), "--ctx", "192", "--decode", "64", "--repeat", "1", "--check", "--json", "-q")
     assert outcome.code == 0, outcome.err
-    (point,) = outcome.json["results"]
-    # Keys and values, 2 layers, 2 heads of 32, 2 bytes, 256 tokens.
-    assert point["kv_bytes"] == point["kv_predicted_bytes"] == 2 * 2 * 2 * 32 * 2 * 256
+    (point,) = outcome.json["points"]
+    # Keys and values, 2 layers, 2 heads of 32, 2 bytes, of 192 tokens and then of 256.
+    for row, tokens in zip(point["cache"], (192, 256), strict=True):
+        assert row["logical_bytes"] == row["predicted_bytes"] == 2 * 2 * 2 * 32 * 2 * tokens
 
 
 _VLLM = """
@@ -170,22 +172,54 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-def test_vllm_loads_it(small: Path, tmp_path: Path) -> None:
-    """A CPU build of vLLM (0.32 was tried): its loader takes the files, and its tokens are those that are meant."""
+def _vllm(folder: Path, prompts: list[list[int]], tmp_path: Path) -> list[list[int]]:
+    """What a CPU build of vLLM (0.32 was tried) goes on with."""
     python = os.environ.get("KVCTL_VLLM_PYTHON")
     if not python:
         pytest.skip("KVCTL_VLLM_PYTHON is not set")
-    script, prompts = tmp_path / "ask.py", _prompts(512)
+    script = tmp_path / "ask.py"
     script.write_text(_VLLM)
     about = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | about
-    done = subprocess.run([python, str(script), str(small), json.dumps(prompts), str(_STEPS)], env=told,
+    done = subprocess.run([python, str(script), str(folder), json.dumps(prompts), str(_STEPS)], env=told,
                           capture_output=True, text=True, timeout=900, check=False)  # fmt: skip
     said = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert said, done.stderr[-2000:]
+    found: list[list[int]] = json.loads(said[0].removeprefix("TOKENS "))
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_vllm_loads_it(small: Path, tmp_path: Path) -> None:
+    """Its loader takes the files, and its tokens are those that are meant."""
+    prompts = _prompts(512)
     meant = verify.load_dequantized(small, torch.float32)
-    for ids, found in zip(prompts, json.loads(said[0].removeprefix("TOKENS ")), strict=True):
+    for ids, found in zip(prompts, _vllm(small, prompts, tmp_path), strict=True):
         wanted, gaps = _greedy(meant, ids)
         assert _same(found, wanted, gaps)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_command_s_own_checkpoint_of_a_real_model_says_the_same_in_both(smollm2: Path, tmp_path: Path) -> None:
+    """vLLM on a CPU and transformers with gptqmodel's kernels, from the same files, both in float16."""
+    pytest.importorskip("gptqmodel", reason="transformers reads AWQ with gptqmodel's kernels")
+    if not os.environ.get("KVCTL_VLLM_PYTHON"):
+        pytest.skip("KVCTL_VLLM_PYTHON is not set")
+    folder = tmp_path / "awq"
+    command = [sys.executable, "-m", "kvctl", "quantize", str(smollm2), "--weights", "awq", "-o", str(folder)]
+    subprocess.run([*command, "--tokens", "1022", "-q"], check=True, capture_output=True, timeout=1800)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text)["input_ids"] for text in (
+        "The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time, in a small village,",
+        "The three primary colours are",
+    )]  # fmt: skip
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).eval()
+    assert "Awq" in type(loaded.model.layers[0].mlp.up_proj).__name__
+    whole = 0
+    for ids, found in zip(prompts, _vllm(folder, prompts, tmp_path), strict=True):
+        wanted, gaps = _greedy(loaded, ids)
+        assert _same(found, wanted, gaps, near=0.1)  # logits of 16 to 32 are 1/64 apart in float16
+        whole += found == wanted
+    assert whole >= 3
