@@ -289,5 +289,5 @@ def _cache_lines(part: KvPart) -> list[str]:
         out.append(f"{part.written}: {part.tensors} scales ({which}), read back as written; they cost {sure}")
     for name, engine, flags, warnings in part.uses:
         out.append(f"{name} in {engine}: {' '.join(flags) or 'follows from the checkpoint'}")
-        out += [f"  {warning}" for warning in warnings]
+        out += [f"warning: {warning}" for warning in warnings]
     return out

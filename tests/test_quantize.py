@@ -369,6 +369,8 @@ def test_a_matrix_is_planned_without_running_anything(kvctl: Run, folder: Path) 
     asked = ("--kv", "fp8", "--gpu", "RTX4090", "--dry-run")
     outcome = kvctl("quantize", str(folder), "--compare", "awq,rtn", *asked, "--json")
     assert outcome.code == 0, outcome.err
+    # The model has 256 positions.
+    assert outcome.json["warnings"] == ["4,096 tokens is beyond the model's own maximum of 256"]
     for row in outcome.json["results"]:
         plain, fp8 = row["caches"]
         assert fp8["kv_bytes"] == 2 * 2 * 2 * 16 * 4096

@@ -356,6 +356,16 @@ def _report(ask: Ask, rows: Sequence[Row]) -> QuantizeReport:
         "min_top1_percent": ask.gate.least_top1,
     }
     info = size(ask.spec, 1, SizePlan(TRANSFORMERS)).model
+    limit = info.max_context
+    beyond = limit is not None and ask.context > limit and (ask.hardware is not None or bool(ask.exam.caches))
+    warnings = (f"{ask.context:,} tokens is beyond the model's own maximum of {limit:,}",) if beyond else ()
     return QuantizeReport(
-        info, settings, environment("cpu"), tuple(rows), ask.context, gpus(ask.hardware), notes=ask.notes
+        info,
+        settings,
+        environment("cpu"),
+        tuple(rows),
+        ask.context,
+        gpus(ask.hardware),
+        notes=ask.notes,
+        warnings=warnings,
     )
