@@ -40,11 +40,14 @@ def emit_quantize(report: QuantizeReport, form: str, *, quiet: bool) -> None:
             ]
         output.print_csv(flat)
     else:
-        from kvctl.screen_quantize import print_quantize, table_of
+        from kvctl.screen_quantize import lines_of, print_quantize, table_of
 
         if form == "md":
             head, *rows = table_of(report)
-            output.print_markdown([dict(zip(head, row, strict=True)) for row in rows])
+            output.print_markdown_table(head, rows)
+            print()
+            for line, _ in lines_of(report):
+                print(f"- {output.markdown_cell(line)}")
         else:
             from kvctl.screen_lines import Screen
 

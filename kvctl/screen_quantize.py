@@ -45,14 +45,9 @@ class _Table:
                 cells = [held, "–", "–", *cells[2:]] if self.matrix else cells
                 self.rows.append((lead + cells, "red" if row.error is not None or row.broken else ""))
             for cell in row.caches:
-                cells = [
-                    weights,
-                    format_bytes(cell.kv_bytes),
-                    held,
-                    bits,
-                    *making,
-                    *(_quality(cell.judged) if quality else []),
-                ]
+                both = "–" if row.bytes is None else format_bytes(row.bytes + cell.kv_bytes)
+                found = _quality(cell.judged) if quality else []
+                cells = [held, f"{cell.kv_bytes:,}", both, bits, *making, *found]
                 cells += _fit_cells(cell.fit, limit) if report.gpus is not None else []
                 bad = bool(cell.broken) or (cell.judged is not None and cell.judged.error is not None)
                 lead = ["*" if cell.pareto else "", row.name, cell.name]
@@ -64,11 +59,31 @@ class _Table:
 
 
 def table_of(report: QuantizeReport) -> list[list[str]]:
-    """A heading and a row for each format."""
+    """A heading and a row for each format; the mark of the best is the last column."""
     if report.kv is not None:
         return _cache(report.kv, report.gpus is not None, report.model.max_context)
     table = _Table(report)
-    return [table.head[1:], *(cells[1:] for cells, _ in table.rows)]
+    marked = any(cells[0] for cells, _ in table.rows)
+    return [
+        cells[1:] + cells[:1] * marked for cells in (["best", *table.head[1:]], *(cells for cells, _ in table.rows))
+    ]
+
+
+def lines_of(report: QuantizeReport) -> list[tuple[str, str]]:
+    """What is said under the table, with its style."""
+    out = []
+    if report.kv is not None:
+        out += [(line, "") for line in _cache_lines(report.kv)]
+        out += [(line, "dim") for line in _cache_footer(report, report.kv)]
+        return out
+    for row in report.rows:
+        if row.error is not None:
+            out.append((f"{row.name}: {row.error}", "red"))
+        for cell in row.caches:
+            if cell.judged is not None and cell.judged.error is not None:
+                out.append((f"{row.name}, {cell.name}: {cell.judged.error}", "red"))
+    out += [(line, "") for row in report.rows[1:] for line in _lines(report, row)]
+    return out + [(line, "dim") for line in _footer(report)]
 
 
 def print_quantize(screen: Screen, report: QuantizeReport) -> None:
@@ -82,17 +97,8 @@ def print_quantize(screen: Screen, report: QuantizeReport) -> None:
     screen.tables(
         lead, "l" * lead + "r" * (len(table.head) - lead), lines, [len(names) for names in table.groups], bold=lead
     )
-    for row in report.rows:
-        if row.error is not None:
-            screen.line(one_line(f"{row.name}: {row.error}"), "red")
-        for cell in row.caches:
-            if cell.judged is not None and cell.judged.error is not None:
-                screen.line(one_line(f"{row.name}, {cell.name}: {cell.judged.error}"), "red")
-    for row in report.rows[1:]:
-        for line in _lines(report, row):
-            screen.line(one_line(line))
-    for line in _footer(report):
-        screen.line(one_line(line), "dim")
+    for line, style in lines_of(report):
+        screen.line(one_line(line), style)
 
 
 def _size(row: Row) -> list[str]:
@@ -176,10 +182,11 @@ def _footer(report: QuantizeReport) -> list[str]:
     judged = next((row.judged for row in report.rows[1:] if row.judged is not None), None)
     if judged is not None and judged.quality is not None:
         found = judged.quality
+        beside = " of weights and cache" if any(row.caches for row in report.rows) else ""
         by = sorted({row.judged.by for row in report.rows if row.judged is not None})
         out.append(
             f"{plural(found.tokens, 'token')} of text, paired with the original's; ± is a standard error; KL in nats; "
-            f"bits: a parameter, with scales and what is not packed; *: no other is as good in fewer bytes; run by {', '.join(by)}"
+            f"bits: a parameter, with scales and what is not packed; *: no other is as good in fewer bytes{beside}; run by {', '.join(by)}"
         )
     cells = [cell for row in report.rows for cell in row.caches if cell.agrees is not None]
     if cells:
@@ -255,15 +262,17 @@ def _print_cache(screen: Screen, report: QuantizeReport, part: KvPart) -> None:
     styles = ["dim", *("red" if row.broken else "bold" if row.name == part.which else "" for row in part.rows)]
     table: list[Line] = [(row, None, style) for row, style in zip(cells, styles, strict=True)]
     screen.tables(1, "l" + "r" * (len(cells[0]) - 1), table, (2, 5) if report.gpus is None else (2, 5, 2))
-    for line in _cache_lines(part):
-        screen.line(one_line(line))
+    for line, style in lines_of(report):
+        screen.line(one_line(line), style)
+
+
+def _cache_footer(report: QuantizeReport, part: KvPart) -> list[str]:
+    out = []
     found = next((row.quality for row in part.rows if row.quality is not None), None)
     if found is not None:
-        words = (f"{plural(found.tokens, 'token')} of text, each read through the cache, in {part.dtype}; change of perplexity "
-                 f"{found.plain_perplexity:.4g} plain; ± is a standard error; KL in nats")  # fmt: skip
-        screen.line(words, "dim")
-    if report.gpus is not None:
-        screen.line(_fit_words(report), "dim")
+        out.append(f"{plural(found.tokens, 'token')} of text, each read through the cache, in {part.dtype}; change of perplexity "
+                   f"{found.plain_perplexity:.4g} plain; ± is a standard error; KL in nats")  # fmt: skip
+    return [*out, _fit_words(report)] if report.gpus is not None else out
 
 
 def _cache_lines(part: KvPart) -> list[str]:
@@ -280,5 +289,5 @@ def _cache_lines(part: KvPart) -> list[str]:
         out.append(f"{part.written}: {part.tensors} scales ({which}), read back as written; they cost {sure}")
     for name, engine, flags, warnings in part.uses:
         out.append(f"{name} in {engine}: {' '.join(flags) or 'follows from the checkpoint'}")
-        out += [f"  {warning}" for warning in warnings]
+        out += [f"warning: {warning}" for warning in warnings]
     return out

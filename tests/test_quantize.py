@@ -549,6 +549,8 @@ def test_a_matrix_is_planned_without_running_anything(kvctl: Run, folder: Path) 
     asked = ("--kv", "fp8", "--gpu", "RTX4090", "--dry-run")
     outcome = kvctl("quantize", str(folder), "--compare", "awq,rtn", *asked, "--json")
     assert outcome.code == 0, outcome.err
+    # The model has 256 positions.
+    assert outcome.json["warnings"] == ["4,096 tokens is beyond the model's own maximum of 256"]
     for row in outcome.json["results"]:
         plain, fp8 = row["caches"]
         assert fp8["kv_bytes"] == 2 * 2 * 2 * 16 * 4096
@@ -587,6 +589,7 @@ def test_scales_are_written_where_they_help(kvctl: Run, folder: Path, tmp_path: 
 
     large = tmp_path / "large"
     shutil.copytree(folder, large)
+    (large / "README.md").write_text("---\nlicense: mit\n---\n# Large\n")
     tensors = load_file(large / "model.safetensors")
     for name in tensors:
         if name.endswith("v_proj.weight"):
@@ -607,6 +610,12 @@ def test_scales_are_written_where_they_help(kvctl: Run, folder: Path, tmp_path: 
         f"model.layers.{layer}.self_attn.{half}_scale" for layer in (0, 1) for half in "kv"
     )
     assert json.loads((target / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    card = (target / "README.md").read_text()
+    assert "license: mit" in card.split("---")[1]
+    assert "4 scales" in card
+    assert f"{2 * 2 * 2 * 16 * 4096:,}" in card  # a byte for each of 2 layers' keys and values, 2 heads of 16
+    # Other files are linked where they can be: the original's card is as it was.
+    assert (large / "README.md").read_text() == "---\nlicense: mit\n---\n# Large\n"
     # They are named when it is looked at again, and not calibrated twice.
     again = kvctl("quantize", str(target), "--kv", "fp8", "-o", str(tmp_path / "twice"), *QUICK)
     assert again.code == 1

@@ -213,6 +213,7 @@ class Work:
             ready.mkdir()
             fill(ready)
             for name, text in (finish(ready) if finish is not None else {}).items():
+                (ready / name).unlink(missing_ok=True)  # it may be a link to the source's own
                 (ready / name).write_text(text, encoding="utf-8")
             for path in ready.iterdir():
                 _sync(path)

@@ -302,7 +302,13 @@ def _written(ask: KvAsk, target: Path, part: KvPart, found: Calibrated, scores: 
         kept.append(part.replace(
             written=target, which=which, sure=sure, tensors=len(there.scales), uses=_uses(ask.formats, there)
         ))  # fmt: skip
-        return {"kvctl-kv-scales.json": json.dumps(kept[0].to_dict(), indent=2) + "\n"}
+        from kvctl.weights.card import CARD, kv_card, licence_of
+
+        model = size(ask.spec, 1, SizePlan(TRANSFORMERS)).model
+        return {
+            "kvctl-kv-scales.json": json.dumps(kept[0].to_dict(), indent=2) + "\n",
+            CARD: kv_card(model, kept[0], licence_of(ask.source)),
+        }
 
     write(ask.source, target, own, force=ask.force, finish=finish)
     return kept[0]

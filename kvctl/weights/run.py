@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ask", "KvAsk", "check_source", "files_of", "install", "missing", "of_cache", "plan", "quantize"]
 _STORED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-REPORT, CARD = "kvctl-quantize.json", "README.md"
+REPORT = "kvctl-quantize.json"
 
 
 class Ask(Record):
@@ -243,7 +243,7 @@ class _Run:
                 return {}
             rows = ranked([self.rows[0], bought(self.ask.terms, row.replace(**found), self.rows[0])])
             report = _report(self.ask, rows).replace(notes=(*self.ask.notes, *self.notes))
-            from kvctl.weights.card import card
+            from kvctl.weights.card import CARD, card, licence_of
 
             return {REPORT: json.dumps(report.to_dict(), indent=2) + "\n", CARD: card(report, licence_of(self.source))}
 
@@ -302,22 +302,6 @@ def _sweep(place: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def licence_of(source: Path) -> list[str]:
-    """What the head of a model's card says of its licence, line by line."""
-    try:
-        lines = (source / "README.md").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    if not lines or lines[0].strip() != "---" or "---" not in [line.strip() for line in lines[1:200]]:
-        return []
-    end = 1 + [line.strip() for line in lines[1:200]].index("---")
-    return [
-        line
-        for line in lines[1:end]
-        if line.startswith(("license:", "license_name:", "license_link:")) and len(line) < 500
-    ]
-
-
 def _resident() -> int:
     import psutil
 
@@ -374,6 +358,16 @@ def _report(ask: Ask, rows: Sequence[Row]) -> QuantizeReport:
         "min_top1_percent": ask.gate.least_top1,
     }
     info = size(ask.spec, 1, SizePlan(TRANSFORMERS)).model
+    limit = info.max_context
+    beyond = limit is not None and ask.context > limit and (ask.hardware is not None or bool(ask.exam.caches))
+    warnings = (f"{ask.context:,} tokens is beyond the model's own maximum of {limit:,}",) if beyond else ()
     return QuantizeReport(
-        info, settings, environment("cpu"), tuple(rows), ask.context, gpus(ask.hardware), notes=ask.notes
+        info,
+        settings,
+        environment("cpu"),
+        tuple(rows),
+        ask.context,
+        gpus(ask.hardware),
+        notes=ask.notes,
+        warnings=warnings,
     )
