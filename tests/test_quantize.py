@@ -141,6 +141,7 @@ def test_a_checkpoint_is_complete_and_measured(kvctl: Run, folder: Path, tmp_pat
     assert row["judged"]["tokens"] == 252
     assert 0 < row["judged"]["quality"]["kl_nats"]["value"] < 0.5
     assert original["judged"]["quality"] is None
+    assert any(note.startswith("read by ") and "vLLM" in note for note in row["notes"])
     # Freed bytes over those of one token: 2 layers, keys and values, 2 heads of 16, float32.
     assert row["freed_tokens"] == (original["tensor_bytes"] - row["tensor_bytes"]) // (2 * 2 * 2 * 16 * 4)
     kept = json.loads((target / "kvctl-quantize.json").read_text())

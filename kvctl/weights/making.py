@@ -68,6 +68,11 @@ class Making:
         """From headers alone."""
         raise NotImplementedError
 
+    @property
+    def readers(self) -> str:
+        """A note of what reads it."""
+        return f"read by {self.way.readers}"
+
     def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
         """Write the checkpoint."""
         raise NotImplementedError
@@ -96,7 +101,7 @@ class _Awq(Making):
         will = awq.plan(self.source, self._own())
         return Row(
             self.way.name, self.way.title, will.dtype, will.group, will.parameters, will.file_bytes, will.memory_bytes,
-            will.disk_bytes, facts={"tensor_parallel": list(will.ranks), "layers": will.layers},
+            will.disk_bytes, facts={"tensor_parallel": list(will.ranks), "layers": will.layers}, notes=(self.readers,),
         )  # fmt: skip
 
     def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
@@ -108,14 +113,13 @@ class _Awq(Making):
             progress=lambda step: tell(step.stage, step.done, step.of),
         )  # fmt: skip
 
-    @staticmethod
-    def _more(made: awq.Made) -> Mapping[str, Any]:
+    def _more(self, made: awq.Made) -> Mapping[str, Any]:
         facts = {
             "tensor_parallel": list(made.ranks), "layers": len(made.layers), "output_error": made.error,
             "output_error_rounded_to_nearest": made.plain_error, "largest_state": made.largest,
             "sites": [report.to_dict() | {"layer": at} for at, reports in enumerate(made.layers) for report in reports],
         }  # fmt: skip
-        return {"facts": facts, "notes": made.notes}
+        return {"facts": facts, "notes": (*made.notes, self.readers)}
 
     def check(self, folder: Path) -> str:
         from kvctl.weights import verify
@@ -141,7 +145,7 @@ class _Bitsandbytes(Making):
         return Row(
             self.way.name, self.way.title, will.dtype, None if self.way.name == "int8" else 64, will.parameters,
             will.tensor_bytes, will.memory_bytes, will.disk_bytes,
-            facts={"layers": will.packed, "kept": list(will.kept)}, notes=will.notes,
+            facts={"layers": will.packed, "kept": list(will.kept)}, notes=(*will.notes, self.readers),
         )  # fmt: skip
 
     def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
@@ -174,10 +178,16 @@ class _Backend(Making):
         if self.way.name == "awq":
             will = awq.plan(self.source, awq.Settings(self.settings.group))
             return Row(self.way.name, self.way.title, will.dtype, will.group, will.parameters, will.file_bytes,
-                       facts={"tensor_parallel": list(will.ranks)})  # fmt: skip
+                       facts={"tensor_parallel": list(will.ranks)}, notes=(self.readers,))  # fmt: skip
         source, _ = checkpoint.open_source(self.source)
         return Row(
-            self.way.name, self.way.title, "", None, sum(math.prod(shape) for shape in source.shapes.values()), None
+            self.way.name,
+            self.way.title,
+            "",
+            None,
+            sum(math.prod(shape) for shape in source.shapes.values()),
+            None,
+            notes=(self.readers,),
         )
 
     def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:

@@ -20,7 +20,19 @@ class Way(Record):
     calibrated: bool = False
     """Whether it is calibrated, without groups."""
 
+    @property
+    def readers(self) -> str:
+        """Engines that read it, and what that takes."""
+        from kvctl.weights.backends.table import AWQ_READERS, backend
 
+        if self.backend:
+            return backend(self.backend).format(self.name).runs_on
+        return _BITSANDBYTES_READERS if self.by else AWQ_READERS
+
+
+_BITSANDBYTES_READERS = "transformers (with bitsandbytes), SGLang (CUDA of 7.0 or newer), vLLM (from 0.28 with vllm-bnb-plugin, on one rank)"
+"""vLLM took bitsandbytes out in 0.28 (pull request 43529); its plugin 0.0.3 refuses packed weights on several ranks, and takes
+16 bits for what is not packed. Run on a CPU with vLLM 0.32; SGLang 0.5.23 as its layers/quantization/bitsandbytes.py says."""
 OWN = "kvctl"
 """The backend that is none."""
 TABLE = (

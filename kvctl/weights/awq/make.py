@@ -277,7 +277,9 @@ def _made(job: _Job, work: Work, target: Path) -> Made:
     if unseen:
         notes.append(f"{unseen} experts were given no calibration token and are rounded to nearest: take more samples")
     if any(site.name.startswith("expert") for found in job.sites for site in found):
-        notes.append("transformers 5.24 has no packed experts: it would run this checkpoint with random ones")
+        notes.append(
+            "transformers 5.24 has no packed experts: it would run this checkpoint with random ones; vLLM on a CPU takes AMX for them"
+        )
     return Made(target, (), job.group, job.dtype, layers, largest, job.ranks, tuple(notes))
 
 

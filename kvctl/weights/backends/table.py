@@ -28,7 +28,7 @@ class Format(Record):
     calibrates: bool
     """Whether it looks at calibration tokens."""
     runs_on: str
-    """What is needed to run the checkpoint fast; quantizing needs no GPU unless the backend does."""
+    """Who reads the checkpoint, and what that takes; quantizing needs no GPU unless the backend does."""
 
 
 class Size(Record):
@@ -95,8 +95,12 @@ class Backend(Record):
 _LINUX = ("linux-x86_64", "linux-aarch64")
 _ALL = (*_LINUX, "darwin-arm64")
 _MB = 10**6
-_AWQ = Format("awq", "awq, gemm", 4, 128, True, "vLLM, SGLang, transformers; CUDA of 7.5 or newer")
-_VLLM = "vLLM, SGLang; "
+# Read of vLLM 0.32 (layers/quantization: get_min_capability of methods and schemes, _get_scheme_from_parts, marlin_utils_fp4),
+# SGLang 0.5.23 (the same) and transformers 5.24 (quantizers: validate_environment).
+AWQ_READERS = "vLLM (CUDA of 7.5 or newer, or a CPU), SGLang (7.5 or newer), transformers (with gptqmodel)"
+_AWQ = Format("awq", "awq, gemm", 4, 128, True, AWQ_READERS)
+_CT = "transformers (with compressed-tensors)"
+_FP8_READERS = f"vLLM (CUDA of 8.9 or newer; from 7.5 activations are left as they are), SGLang (8.9 or newer; from 8.0 likewise), {_CT}"
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(
@@ -108,7 +112,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         "gptqmodel", "gptqmodel", "gptqmodel",
-        (_AWQ, Format("gptq", "gptq, gptq", 4, 128, True, "vLLM, SGLang, transformers; CUDA of 6.0 or newer")),
+        (_AWQ, Format("gptq", "gptq, gptq", 4, 128, True, "vLLM and SGLang (CUDA of 6.0 or newer), transformers (with gptqmodel and optimum)")),
         False, (11, 14), _ALL, True, Size(373 * _MB, 1710 * _MB, True), Size(2911 * _MB, 5800 * _MB, False),
         "GPTQ; AWQ of many architectures, fast with CUDA",
         "without CUDA it runs torch's plain operators: over a minute for a layer of a model of 135M",
@@ -116,11 +120,13 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         "llm-compressor", "llmcompressor", "llmcompressor",
         (
-            Format("fp8", "compressed-tensors, float-quantized", 8, None, False, _VLLM + "CUDA of 8.9 or newer, or weights only from 7.5"),
-            Format("fp8-static", "compressed-tensors, float-quantized", 8, None, True, _VLLM + "CUDA of 8.9 or newer"),
-            Format("int8-w8a8", "compressed-tensors, int-quantized", 8, None, False, _VLLM + "CUDA of 7.5 or newer, or a CPU"),
-            Format("nvfp4", "compressed-tensors, nvfp4-pack-quantized", 4, 16, True, _VLLM + "CUDA of 10.0 or newer; older ones run weights alone"),
-            Format("mxfp4", "compressed-tensors, mxfp4-pack-quantized", 4, 32, False, _VLLM + "CUDA of 10.0 or newer; older ones run weights alone"),
+            Format("fp8", "compressed-tensors, float-quantized", 8, None, False, _FP8_READERS),
+            Format("fp8-static", "compressed-tensors, float-quantized", 8, None, True, _FP8_READERS),
+            Format("int8-w8a8", "compressed-tensors, int-quantized", 8, None, False, f"vLLM (CUDA of 7.5 or newer, or a CPU), SGLang (8.0 or newer), {_CT}"),
+            Format("nvfp4", "compressed-tensors, nvfp4-pack-quantized", 4, 16, True,
+                   f"vLLM (CUDA of 10.0 or newer; from 7.5 activations are left as they are), SGLang (10.0 or newer), {_CT}"),
+            Format("mxfp4", "compressed-tensors, mxfp4-pack-quantized", 4, 32, False,
+                   f"vLLM (CUDA of 10.0 or newer; from 8.0 activations are left as they are), {_CT}"),
         ),
         False, (11, 14), _ALL, False, Size(359 * _MB, 1643 * _MB, True), Size(2897 * _MB, 5800 * _MB, False),
         "FP8, INT8, NVFP4 and MXFP4 with activations, as vLLM runs them",
