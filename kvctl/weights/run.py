@@ -231,7 +231,9 @@ class _Run:
         def finish(folder: Path, more: Mapping[str, Any]) -> Mapping[str, str]:
             peak = mark.read()
             found["seconds"] = perf_counter() - start
-            found["peak_bytes"] = None if peak is None else max(peak - before, 0)
+            # After another format its memory is there already, and says nothing of this one.
+            alone = len(self.ask.ways) == 1
+            found["peak_bytes"] = max(peak - before, 0) if peak is not None and alone else None
             self.now.say(f"{row.name}: holding its files against the format's rules")
             found["checked"] = (one.check(folder),)
             found["judged"] = self._judge(folder, row.name)
