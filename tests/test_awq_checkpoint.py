@@ -218,7 +218,7 @@ def test_two_at_one_target(llama: Path, tmp_path: Path) -> None:
 
 def test_what_is_quantized_already(llama: Path, tmp_path: Path) -> None:
     make(llama, tmp_path / "awq", SMALL)
-    with pytest.raises(ConfigError, match=r"is quantized already \(awq\)"):
+    with pytest.raises(ConfigError, match=r"is quantized already \(awq, 4 bits in groups of 32\)"):
         make(tmp_path / "awq", tmp_path / "twice", SMALL)
 
 

@@ -268,7 +268,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 def test_what_is_quantized_already(llama: Path, tmp_path: Path) -> None:
     make(llama, tmp_path / "nf4", Settings())
-    with pytest.raises(ConfigError, match=r"is quantized already \(bitsandbytes\)"):
+    with pytest.raises(ConfigError, match=r"is quantized already \(bitsandbytes, 4 bits"):
         make(tmp_path / "nf4", tmp_path / "twice", Settings("int8"))
 
 

@@ -286,6 +286,8 @@ def _made(job: _Job, work: Work, target: Path) -> Made:
 def _layers(job: _Job, work: Work, ids: torch.Tensor, tell: Callable[[Step], None]) -> None:
     import torch
 
+    from kvctl.measure.memory import trim
+
     count = len(job.sites)
     tell(Step("text", 0, 1))
     states, beside = job.skeleton.enter(ids, torch.float32)
@@ -312,6 +314,8 @@ def _layers(job: _Job, work: Work, ids: torch.Tensor, tell: Callable[[Step], Non
             {"piece": piece.name, "largest": done.largest, "reports": [report.to_dict() for report in done.reports]},
             written, [_states(index)] if index else [],
         )  # fmt: skip
+        # What a search leaves behind in pieces would add up from layer to layer.
+        trim()
         tell(Step("layer", index + 1, count))
 
 
