@@ -582,6 +582,28 @@ def test_the_plain_cache_by_another_name(kvctl: Run, folder: Path) -> None:
 
 
 @torch_only
+def test_a_cache_that_no_scales_are_for_is_measured_without(kvctl: Run, tmp_path: Path) -> None:
+    """Gemma 3n's last layers read the cache of others."""
+    import awq_models
+    import transformers
+
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=512, vocab_size_per_layer_input=512, hidden_size=64, hidden_size_per_layer_input=16, intermediate_size=[96] * 4,
+        num_hidden_layers=4, num_kv_shared_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=8, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    awq_models.tokenizer(512).save_pretrained(tmp_path / "model")
+    outcome = kvctl("quantize", str(tmp_path / "model"), "--kv", "fp8", *QUICK, "--json")
+    assert outcome.code == 0, outcome.err
+    assert [row["name"] for row in outcome.json["kv"]["results"]] == ["plain", "fp8, scale 1.0"]
+    outcome = kvctl("quantize", str(tmp_path / "model"), "--kv", "fp8", "-o", str(tmp_path / "out"), *QUICK)
+    assert outcome.code == 1
+    assert "layer 2 keeps shared" in outcome.err
+
+
+@torch_only
 def test_scales_are_written_where_they_help(kvctl: Run, folder: Path, tmp_path: Path) -> None:
     """The same model with values 65,536 times as large and what follows as much smaller: FP8 cuts them off."""
     import shutil

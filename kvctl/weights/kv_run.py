@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvctl.engines import TRANSFORMERS
-from kvctl.errors import KvctlError, UsageError
+from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.formats import FP32
 from kvctl.measure.quality import Quality, quality, separates
 from kvctl.record import Record
@@ -152,7 +152,7 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
     there = _there(ask.source)
     loaded, dtype = _loaded(ask, now)
     with quiet(), blaming_weights(loaded.model):
-        found = _calibrated(ask, loaded, now) if fp8 else None
+        found = _calibrated(ask, loaded, now) if fp8 and _scalable(spec) else None
         techniques = _techniques(ask, found)
         scores = _measured(ask, loaded, techniques, now)
     rows = []
@@ -168,6 +168,16 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
     if ask.target is None or found is None:
         return part
     return _written(ask, ask.target, part, found, scores)
+
+
+def _scalable(spec: ModelSpec) -> bool:
+    """Whether its layers keep what scales are calibrated of."""
+    from kvctl.weights.kv_scales import layers_of
+
+    try:
+        return bool(layers_of(spec))
+    except ConfigError:
+        return False
 
 
 def _there(source: Path) -> stored.FoundScales:

@@ -67,7 +67,7 @@ def layers_of(spec: ModelSpec) -> tuple[int, ...]:
             ):
                 raise ConfigError(f"{spec.id}: layer {index} keeps {state.kind.replace('_', ' ')}: "
                                   "FP8 scales are calibrated of keys and values of a layer's own",
-                                  hint="without -o, --kv measures what a format costs")  # fmt: skip
+                                  hint=None if "attention" in state.kind else "without -o, --kv measures what a format costs")  # fmt: skip
             if isinstance(state, Attention):
                 if not state.value_dim:
                     raise ConfigError(
