@@ -68,6 +68,19 @@ def test_backends_are_listed(kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (("m", "--weights", "awq", "-o", "x", "--seed", "-1"), "--seed: -1 is out of range"),
     (("m", "--weights", "awq", "--dry-run", "--min-top1", "90"), "measures nothing that a bound"),
     (("m", "--compare", "awq", "--resume"), "--resume goes on with a checkpoint"),
+    (("m", "--compare", "awq", "--force"), "--force replaces a checkpoint, and none is kept"),
+    (("m", "--weights", "awq", "--dry-run", "--force"), "--force replaces a checkpoint, and none is kept"),
+    (("m", "--weights", "awq", "--dry-run", "--resume"), "--resume goes on with a checkpoint"),
+    (("m", "--kv", "fp8", "--force"), "--force replaces a checkpoint, and none is kept"),
+    (("m", "--kv", "int8", "--per-head"), "--per-head is about scales of an FP8 cache"),
+    (("m", "--kv", "int8", "--calib-samples", "16"), "--calib-samples is nothing for int8: nothing is calibrated"),
+    (("m", "--kv", "int8,int4", "--calib", "x.txt"), "x.txt is no file"),
+    (("m", "--kv", "int8,int4", "--calib", "org/set"), "--calib is nothing for int8, int4: nothing is calibrated"),
+    (("m", "--compare", "int8,nf4", "--seed", "0"), "--seed is nothing for int8, nf4: nothing is calibrated"),
+    (("m", "--weights", "int8", "-o", "x", "--calib-length", "512"), "--calib-length is nothing for int8"),
+    (("m", "--weights", "fp8", "-o", "x", "--calib-chat"), "--calib-chat is nothing for fp8"),
+    (("./m", "--weights", "int8", "-o", "x", "--revision", "v1"), "--revision is about the Hub, and ./m is on this machine"),
+    (("m", "--weights", "awq", "-o", "x", "--group", "0"), "0 is not known to readers of AWQ"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "")  # fmt: skip
 def test_wrong_usage(kvctl: Run, argv: tuple[str, ...], said: str) -> None:
     outcome = kvctl("quantize", *argv)
@@ -124,7 +137,8 @@ def test_a_checkpoint_is_complete_and_measured(kvctl: Run, folder: Path, tmp_pat
     if name not in ("awq", "rtn"):
         pytest.importorskip("bitsandbytes")
     target = tmp_path / "out"
-    outcome = kvctl("quantize", str(folder), "--weights", name, "-o", str(target), *QUICK, "--json")
+    quick = QUICK if name in ("awq", "rtn") else QUICK[4:]  # the others have nothing to calibrate
+    outcome = kvctl("quantize", str(folder), "--weights", name, "-o", str(target), *quick, "--json")
     assert outcome.code == 0, outcome.err
     jsonschema.validate(outcome.json, SCHEMA)
     original, row = outcome.json["results"]
@@ -209,6 +223,32 @@ def test_the_record_beside_the_weights_is_what_was_said(kvctl: Run, folder: Path
         assert kept["results"][1][name] == outcome.json["results"][1][name], name
     assert kept["results"][1]["broken"]
     assert "license: mit" in (target / "README.md").read_text().split("---")[1]
+
+
+@torch_only
+def test_calibration_data_are_said(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    """Chats as JSON Lines, through a template; the record and the card name them."""
+    chats = "".join(
+        json.dumps({"messages": [{"role": "user", "content": f"{at} and {at}?"}]}) + "\n" for at in range(200)
+    )
+    (tmp_path / "chats.jsonl").write_text(chats)
+    asked = ("quantize", str(folder), "--weights", "rtn", "-o", str(tmp_path / "out"), *QUICK, "--json")
+    outcome = kvctl(*asked, "--calib", str(tmp_path / "chats.jsonl"))
+    assert outcome.code == 1
+    assert "has no chat template, and calibration data are chats" in outcome.err
+    (tmp_path / "texts.jsonl").write_text(
+        chats.replace('"messages": [{"role": "user", "content": ', '"text": ').replace("}]}", "}")
+    )
+    outcome = kvctl(*asked, "--calib", str(tmp_path / "texts.jsonl"))
+    assert outcome.code == 0, outcome.err
+    found = outcome.json["settings"]["calibration"]
+    assert found["name"] == str(tmp_path / "texts.jsonl")
+    assert (found["tokens"], found["chat_template"], found["columns"], found["rows_read"]) == (
+        256,
+        False,
+        ["text"],
+        200,
+    )
 
 
 @torch_only

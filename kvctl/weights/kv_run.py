@@ -77,6 +77,8 @@ class KvPart(Record):
     layers: tuple[Mapping[str, Any], ...] = ()
     """Of a calibration: the largest values, and the error of attention's output with each choice of scales."""
     calibrated_tokens: int | None = None
+    samples: calibration.Samples | None = None
+    """What scales were calibrated on."""
     written: Path | None = None
     which: str | None = None
     """Whose scales were written."""
@@ -133,9 +135,15 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
             )
         check_target(ask.target, ask.source, ask.force)
     there = _there(ask.source)
+    samples = None
+    if fp8:
+        own = ask.settings
+        now.say("reading the calibration data")
+        with quiet():
+            samples = calibration.draw(ask.source, own.calibration, own.samples, own.length, own.seed)
     loaded, dtype = _loaded(ask, now)
     with quiet():
-        found = _calibrated(ask, loaded, now) if fp8 else None
+        found = None if samples is None else _calibrated(ask, loaded, samples, now)
         techniques = _techniques(ask, found)
         scores = _measured(ask, loaded, techniques, now)
     plan = SizePlan(TRANSFORMERS)  # in the model's own dtype, whatever it was measured in
@@ -147,8 +155,10 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
         measured = quality(scores[name])
         rows.append(KvRow(name, held, measured, tuple(ask.gate.broken(measured))))
     part = KvPart(dtype.name, there.words, tuple(rows), _uses(ask.formats, there))
-    if found is not None:
-        part = part.replace(layers=tuple(_layer(one) for one in found.layers), calibrated_tokens=found.tokens)
+    if found is not None and samples is not None:
+        part = part.replace(
+            layers=tuple(_layer(one) for one in found.layers), calibrated_tokens=found.tokens, samples=samples
+        )
     if ask.target is None or found is None:
         return part
     return _written(ask, ask.target, part, found, scores)
@@ -180,19 +190,13 @@ def _ids(ask: KvAsk, loaded: Loaded, text: str) -> list[int]:
     return list(reading("text", loaded, plan, text).ids)
 
 
-def _calibrated(ask: KvAsk, loaded: Loaded, now: Now) -> Calibrated:
+def _calibrated(ask: KvAsk, loaded: Loaded, samples: calibration.Samples, now: Now) -> Calibrated:
     from kvctl.weights.kv_calibrate import calibrate
     from kvctl.weights.kv_scales import HEAD, TENSOR
 
-    settings = ask.settings
-    ids = calibration.windows(
-        _ids(ask, loaded, calibration.read(settings.calibration)),
-        max(settings.samples, 2),
-        settings.length,
-        settings.seed,
-    )
+    calibration.check_vocabulary(samples, loaded.model.config.get_text_config().vocab_size)
     return calibrate(
-        loaded, ids, strategy=HEAD if ask.per_head else TENSOR,
+        loaded, samples.ids, strategy=HEAD if ask.per_head else TENSOR,
         told=lambda done, of: now.say(f"calibrating scales: {done} of {of}"),
     )  # fmt: skip
 

@@ -39,8 +39,8 @@ class Settings(Record):
     samples: int = 16
     length: int = 512
     seed: int = 0
-    text: Path | None = None
-    """A calibration text; None: the one that comes with kvctl."""
+    calibration: calibration.Wanted = calibration.Wanted()
+    """What samples are drawn from, where none are given."""
     dtype: str | None = None
     """float16 or bfloat16, of what is not packed; None: float16 where the model's activations fit."""
     scale: bool = True
@@ -140,12 +140,13 @@ class _Job:
         ]  # fmt: skip
         return ["lm_head", *beside]
 
-    def key(self, text: str) -> str:
+    def key(self, samples: calibration.Samples) -> str:
         """The same for runs that give the same bytes."""
         import torch
 
-        own = {name: str(getattr(self.settings, name)) for name in Settings._fields if name != "text"}
-        facts = [_RECIPE, own, hashlib.sha256(text.encode()).hexdigest(), self.source.fingerprint(), self.config,
+        own = {name: str(getattr(self.settings, name)) for name in Settings._fields if name != "calibration"}
+        ids = samples.ids.long().contiguous().numpy().tobytes()
+        facts = [_RECIPE, own, hashlib.sha256(ids).hexdigest(), self.source.fingerprint(), self.config,
                  torch.__version__]  # fmt: skip
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -212,13 +213,14 @@ def make(
     target: Path,
     settings: Settings,
     *,
+    samples: calibration.Samples | None = None,
     progress: Callable[[Step], None] | None = None,
     resume: bool = False,
     force: bool = False,
     finish: Callable[[Path, Made], Mapping[str, str]] | None = None,
 ) -> Made:
     """Quantize the model in folder `source` and write the checkpoint to folder `target`; `finish`: see `Work.publish`, it is
-    told of what was made, too.
+    told of what was made, too. `samples`: what it is searched on, where that was drawn already.
 
     Raises:
         UsageError: settings that cannot be, a target that is there, or nothing to resume.
@@ -231,17 +233,17 @@ def make(
     check_target(target, source, force)
     with quiet():
         job = _Job(source, settings)
-        text = calibration.read(settings.text)
-        tokens, first = calibration.tokenize(source, text, job.skeleton.config.vocab_size)
-        ids = calibration.windows(tokens, settings.samples, settings.length, settings.seed, first)
+        if samples is None:
+            samples = calibration.draw(source, settings.calibration, settings.samples, settings.length, settings.seed)
+        calibration.check_vocabulary(samples, job.skeleton.config.vocab_size)
         import torch
 
-        work = Work(target, job.key(text), {"threads": torch.get_num_threads()}, resume)
+        work = Work(target, job.key(samples), {"threads": torch.get_num_threads()}, resume)
         threads = torch.get_num_threads()
         try:
             # Sums in another order have other last bits.
             torch.set_num_threads(work.facts["threads"])
-            _layers(job, work, ids, tell)
+            _layers(job, work, samples.ids, tell)
             _rest(job, work, tell)
             _check_better(work)
             tell(Step("files", 0, 1))
