@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -263,6 +264,47 @@ def test_texts_are_read_before_anything_is_made(kvctl: Run, folder: Path, tmp_pa
             assert "error" in outcome.err
             assert "internal" not in outcome.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
+
+
+@torch_only
+@pytest.mark.parametrize(("config", "said"), [
+    ({"hidden_size": 64}, "model_type is missing"),
+    ({"model_type": "nobody", "hidden_size": 64}, "is unknown"),
+    (awq_config := {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "num_key_value_heads": 2, "vocab_size": 512}, "no weights there"),
+    (awq_config | {"quantization_config": 3}, "no weights there"),
+], ids=str)  # fmt: skip
+def test_hints_name_no_option_of_another_command(kvctl: Run, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for more in (("--weights", "awq", "--dry-run"), ("--kv", "fp8")):
+        outcome = kvctl("quantize", str(tmp_path), *more)
+        assert outcome.code == 1
+        assert said in outcome.err
+        hint = outcome.err.partition("hint: ")[2]
+        assert not re.search(r"--(weights random|set|layers|trust-remote-code|engine|attn|technique)", hint), hint
+
+
+def test_the_command_that_has_the_option_gives_the_hint(kvctl: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    assert "--set" in kvctl("size", str(tmp_path)).err
+
+
+@torch_only
+def test_names_with_control_characters_stay_on_one_line(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    odd = tmp_path / "a\nb"
+    shutil.copytree(folder, odd)
+    for argv, code in (
+        ((str(odd), "--weights", "rtn", "--dry-run"), 0),
+        ((str(odd), "--weights", "rtn", "-o", str(tmp_path / "no\x1b[31m\nfolder" / "x")), 1),
+        ((str(odd), "--weights", "rtn", "-o", str(odd)), 2),
+        ((str(tmp_path / "c\nd"), "--weights", "rtn", "--dry-run"), 1),
+    ):
+        outcome = kvctl("quantize", *argv, "-q")
+        assert outcome.code == code, outcome.err
+        assert "\x1b" not in outcome.err + outcome.out
+        assert len(outcome.err.splitlines()) <= 2
 
 
 @torch_only

@@ -198,8 +198,9 @@ class _Run:
 
     def _one(self, one: Making, row: Row, target: Path) -> Row:
         """Make it, judge it while it has no name yet, and give it one."""
-        from kvctl.measure.memory import HighWater
+        from kvctl.measure.memory import HighWater, give_back
 
+        give_back()
         start, mark, before = perf_counter(), HighWater(), _resident()
         found: dict[str, Any] = {}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.errors import ConfigError, KvctlError, SourceError
 from kvctl.measure.faults import first_line
 from kvctl.measure.hush import quiet
+from kvctl.measure.memory import trim
 from kvctl.record import Record
 from kvctl.weights import calibration, tensorfile, verify
 from kvctl.weights.awq import layout
@@ -29,6 +30,8 @@ _RECIPE = 1
 _OVERFLOWS = frozenset(("gemma", "gemma2", "gemma3_text"))
 """Types whose activations float16 does not hold (AutoAWQ issue 458): the rest of their weights is bfloat16."""
 _HALF_LIMIT = 65504.0
+_SLICE = 2**20
+"""Numbers that are converted at a time."""
 
 
 class Settings(Record):
@@ -173,12 +176,12 @@ def plan(source: Path, settings: Settings) -> Plan:
     of_slots = {f"{job.skeleton.name_of(index)}.{name}.weight" for index, name in job.shapes}
     names = [name for name in job.source.names() if name not in of_slots and name in _wanted(job)]
     plain = sum(2 * math.prod(job.source.shapes[name]) for name in names)
-    largest_outside = max((2 * math.prod(job.source.shapes[name]) for name in job.skeleton.outside), default=0)
+    outside = max((_outside_memory(job, name) for name in job.skeleton.outside), default=0)
     states = 4 * settings.samples * settings.length * job.skeleton.config.hidden_size
     working = max(_layer_memory(job, index) for index in range(len(job.sites)))
     parameters = sum(math.prod(job.source.shapes[name]) for name in _wanted(job))
     return Plan(job.group, job.dtype, len(job.sites), job.ranks, parameters, packed + plain, 2 * (packed + plain) + 2 * states,
-                max(2 * states, states + working, 2 * largest_outside))  # fmt: skip
+                max(2 * states, states + working, outside))  # fmt: skip
 
 
 def _wanted(job: _Job) -> set[str]:
@@ -192,20 +195,37 @@ def _packed_bytes(shape: tuple[int, ...], group: int) -> int:
     return outputs * inputs // 2 + groups * outputs // 2 + groups * outputs * 2
 
 
+def _outside_memory(job: _Job, name: str) -> int:
+    """Of a tensor that belongs to no layer: what is stored, and what becomes of it where that has other bytes."""
+    count, own = math.prod(job.source.shapes[name]), job.source.sizes[name]
+    return own if own == 2 * count else own + 2 * count
+
+
 def _layer_memory(job: _Job, index: int) -> int:
-    """Weights in float32, Gram matrices of every site, and what the search of the largest site makes beside them."""
-    weights: int = sum(4 * parameter.numel() for parameter in job.skeleton.layers[index].parameters())
-    grams = search = 0
+    """Beside all tokens' states: weights in float32, and the most of what there is at a time with them."""
+    layer, config, settings = job.skeleton.layers[index], job.skeleton.config, job.settings
+    weights: int = sum(4 * parameter.numel() for parameter in layer.parameters())
+    grams = search = packed = slots = 0
     for site in job.sites[index]:
-        rows = sum(job.shapes[index, slot.name][0] for slot in site.slots)
+        rows = [job.shapes[index, slot.name][0] for slot in site.slots]
         width = job.shapes[index, site.slots[0].name][1]
         grams += 4 * width * width
-        # Copies of the weights (joined, left, error, times Gram, codes) and float64 factors of the Gram matrix.
-        search = max(search, 4 * 5 * rows * width + 4 * 9 * width * width)
-    config, settings = job.skeleton.config, job.settings
+        packed += sum(rows) * width
+        slots = max(slots, max(rows) * width)
+        joined, gram = sum(rows) * width, width * width
+        # A Gram matrix with its diagonal added to, or divided by scales: twice. Rounding: weights, their codes in a byte, the
+        # error, that times Gram and times itself.
+        search = max(search, 4 * joined + 8 * gram, 17 * joined + 4 * gram)
+        if settings.scale and site.fold is not None:
+            search = max(search, 17 * max(rows) * width + 8 * gram)
+        if settings.compensate:
+            # What is left of the weights; factors in float64, each beside its source and LAPACK's copy; two sets of codes.
+            search = max(search, 9 * joined + 32 * gram, 19 * joined + 8 * gram)
     inner = max(shape[1] for shape in job.shapes.values())
-    running: int = 4 * settings.batch * settings.length * (4 * config.hidden_size + 3 * inner)
-    return weights + grams + max(search, running)
+    # A block's inputs, what attention makes of them and adds, and the four products of the MLP's inner width.
+    running: int = 4 * settings.batch * settings.length * (4 * config.hidden_size + 4 * inner)
+    # Codes take a byte; of one layer at a time the file is held against what they stand for.
+    return weights + max(grams + packed + search, grams + running, packed + running, packed * 3 // 2 + 12 * slots)
 
 
 def make(
@@ -289,6 +309,7 @@ def _layers(job: _Job, work: Work, ids: torch.Tensor, tell: Callable[[Step], Non
     count = len(job.sites)
     tell(Step("text", 0, 1))
     states, beside = job.skeleton.enter(ids, torch.float32)
+    trim()
     tell(Step("text", 1, 1))
     begun = sum("reports" in entry for entry in work.done)
     if begun == count:
@@ -304,6 +325,7 @@ def _layers(job: _Job, work: Work, ids: torch.Tensor, tell: Callable[[Step], Non
                 done = quantize(layer, job.sites[index], states, beside[index], job.settings.batch, options, plain)
             except KvctlError as error:
                 raise KvctlError(f"layer {index}: {error.message}", hint=error.hint) from None
+            trim()
             piece = _write_layer(job, work, index, layer, done, plain)
         written = [piece]
         if index + 1 < count:
@@ -332,7 +354,7 @@ def _write_layer(job: _Job, work: Work, index: int, layer: Any, done: Done, plai
             out[f"{prefix}.{name}"] = _stored(parameter.data, plain, f"{prefix}.{name}")
     path = work.folder / f"layer-{index:05d}.safetensors"
     written = tensorfile.write(path, out)
-    verify.check_packed(path, {f"{prefix}.{name}": codes.weight() for name, codes in done.codes.items()})
+    verify.check_packed(path, ((f"{prefix}.{name}", codes.weight()) for name, codes in done.codes.items()))
     return written
 
 
@@ -350,6 +372,16 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor
     return out
 
 
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """As `_stored`, in the place of `tensor` where that has as many bytes: embeddings are the largest tensor there is."""
+    if tensor.dtype == dtype or tensor.element_size() != dtype.itemsize:
+        return _stored(tensor, dtype, name)
+    before, after = tensor.view(-1), tensor.view(dtype).view(-1)
+    for start in range(0, len(before), _SLICE):
+        after[start : start + _SLICE] = _stored(before[start : start + _SLICE], dtype, name)
+    return after.view(tensor.shape)
+
+
 def _rest(job: _Job, work: Work, tell: Callable[[Step], None]) -> None:
     """Embeddings, the last norm, the head: each a piece of its own, so that one at a time is in memory."""
     import torch
@@ -359,7 +391,7 @@ def _rest(job: _Job, work: Work, tell: Callable[[Step], None]) -> None:
     for number, name in enumerate(names[begun:], begun):
         tell(Step("rest", number, len(names)))
         path = work.folder / f"rest-{number:05d}.safetensors"
-        written = tensorfile.write(path, {name: _stored(job.source.read(name), plain, name)})
+        written = tensorfile.write(path, {name: _converted(job.source.read(name), plain, name)})
         work.record({"piece": written.name, "rest": name}, [written])
     tell(Step("rest", len(names), len(names)))
 
