@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.errors import ConfigError, KvctlError, SourceError
 from kvctl.measure.faults import first_line
 from kvctl.measure.hush import quiet
-from kvctl.measure.memory import trim
+from kvctl.measure.memory import map_large, trim
 from kvctl.record import Record
 from kvctl.weights import calibration, tensorfile, verify
 from kvctl.weights.awq import layout
@@ -251,6 +251,7 @@ def make(
     """
     tell = progress or (lambda step: None)
     check_target(target, source, force)
+    map_large()
     with quiet():
         job = _Job(source, settings)
         if samples is None:
