@@ -30,6 +30,8 @@ _RECIPE = 1
 _OVERFLOWS = frozenset(("gemma", "gemma2", "gemma3_text"))
 """Types whose activations float16 does not hold (AutoAWQ issue 458): the rest of their weights is bfloat16."""
 _HALF_LIMIT = 65504.0
+_LIBRARIES = 15 * 10**6
+"""What torch's matrix products and LAPACK load and keep when they first run, as measured on Linux x86_64."""
 _SLICE = 2**20
 """Numbers that are converted at a time."""
 
@@ -181,7 +183,7 @@ def plan(source: Path, settings: Settings) -> Plan:
     working = max(_layer_memory(job, index) for index in range(len(job.sites)))
     parameters = sum(math.prod(job.source.shapes[name]) for name in _wanted(job))
     return Plan(job.group, job.dtype, len(job.sites), job.ranks, parameters, packed + plain, 2 * (packed + plain) + 2 * states,
-                max(2 * states, states + working, outside))  # fmt: skip
+                max(2 * states, states + working + _LIBRARIES, outside))  # fmt: skip
 
 
 def _wanted(job: _Job) -> set[str]:
@@ -219,11 +221,11 @@ def _layer_memory(job: _Job, index: int) -> int:
         if settings.scale and site.fold is not None:
             search = max(search, 17 * max(rows) * width + 8 * gram)
         if settings.compensate:
-            # What is left of the weights; factors in float64, each beside its source and LAPACK's copy; two sets of codes.
-            search = max(search, 9 * joined + 32 * gram, 19 * joined + 8 * gram)
+            # What is left of the weights; the Gram matrix, and two factors of it in float64; two sets of codes.
+            search = max(search, 9 * joined + 20 * gram, 19 * joined + 8 * gram)
     inner = max(shape[1] for shape in job.shapes.values())
-    # A block's inputs, what attention makes of them and adds, and the four products of the MLP's inner width.
-    running: int = 4 * settings.batch * settings.length * (4 * config.hidden_size + 4 * inner)
+    # A block's inputs, what attention makes of them and adds, and three products of the MLP's inner width.
+    running: int = 4 * settings.batch * settings.length * (4 * config.hidden_size + 3 * inner)
     # Codes take a byte; of one layer at a time the file is held against what they stand for.
     return weights + max(grams + packed + search, grams + running, packed + running, packed * 3 // 2 + 12 * slots)
 
