@@ -83,17 +83,17 @@ _kvctl() {
             ;;
         quantize)
             case $prev,$cur in
-                -o,*|--output,*|--ctx,*|--group,*|--calib-samples,*|--calib-length,*|--seed,*|--int8-threshold,*|--skip,*|--tokens,*|--max-ppl-increase,*|--min-top1,*|--revision,*) words="" ;;
+                -o,*|--output,*|--ctx,*|--group,*|--calib,*|--calib-samples,*|--calib-length,*|--seed,*|--int8-threshold,*|--skip,*|--tokens,*|--max-ppl-increase,*|--min-top1,*|--revision,*) words="" ;;
                 -w,*|--weights,*|--compare,*) words="awq rtn int8 nf4 nf4-dq fp4 gptq fp8 fp8-static int8-w8a8 nvfp4 mxfp4" ;;
                 --backend,*) words="kvctl autoawq gptqmodel llm-compressor" ;;
                 --kv,*) words="int8 int4 int2 kivi8 kivi4 kivi2 fp8 fp8_e5m2 fp8_per_token_head int8_per_token_head int4_per_token_head mxfp8 mxfp4 nvfp4 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl paged streaming-llm h2o scissorhands tova snapkv pyramidkv expected-attention knorm gqa window random plain" ;;
                 --gpu,*) ask="kvctl quantize --gpu" files=yes ;;
-                --calib,*|--text,*) files=yes ;;
                 --dtype,*|--compute-dtype,*) words="auto fp32 bf16 fp16" ;;
+                --text,*) files=yes ;;
                 --device,*) words="auto cpu cuda:0 mps" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="-o --output -w --weights --compare --backend --kv --per-head --ctx --gpu --group --calib --calib-samples --calib-length --seed --dtype --compute-dtype --int8-threshold --skip --tokens --text --max-ppl-increase --min-top1 --device --source --revision --dry-run --resume --force -y --yes --list-backends --list-formats -f --format --json -q --quiet -h --help" ;;
+                *,-*) words="-o --output -w --weights --compare --backend --kv --per-head --ctx --gpu --group --calib --calib-chat --calib-samples --calib-length --seed --dtype --compute-dtype --int8-threshold --skip --tokens --text --max-ppl-increase --min-top1 --device --source --revision --dry-run --resume --force -y --yes --list-backends --list-formats -f --format --json -q --quiet -h --help" ;;
                 *) ask="kvctl quantize" files=yes ;;
             esac
             ;;

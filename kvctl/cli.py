@@ -12,7 +12,7 @@ import typer.core
 
 from kvctl import __version__, signals
 from kvctl.engines.flags import FLAGS, Flag, given
-from kvctl.errors import ExitCode, KvctlError
+from kvctl.errors import ExitCode, KvctlError, hint_of
 from kvctl.record import Record
 
 # A line on the screen, not a page of somebody's input.
@@ -164,7 +164,7 @@ def run() -> int:
             raise
         if signals.asked():
             return _interrupted()
-        return _say(err.message, err.hint, err.exit_code)
+        return _say(err.message, hint_of(err.hint, next(iter(argv), "")), err.exit_code)
     except SystemExit as leave:
         # Typer turns a broken pipe into this, with its own wrapper around the streams.
         return _reader_gone() if type(sys.stdout).__name__ == "PacifyFlushWrapper" else int(leave.code or 0)

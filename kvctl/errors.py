@@ -15,6 +15,23 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+class Hint(str):
+    """A hint that names options which not all commands have: `commands` give it, and others say `otherwise`, or nothing."""
+
+    commands: tuple[str, ...]
+    otherwise: str | None
+
+    def __new__(cls, text: str, *commands: str, otherwise: str | None = None) -> Hint:
+        made = super().__new__(cls, text)
+        made.commands, made.otherwise = commands, otherwise
+        return made
+
+
+def hint_of(hint: str | None, command: str) -> str | None:
+    """What a command says where an error has this hint."""
+    return hint.otherwise if isinstance(hint, Hint) and command not in hint.commands else hint
+
+
 class KvctlError(Exception):
     """One plain line of what went wrong, and one of what to do about it."""
 

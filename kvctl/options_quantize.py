@@ -117,7 +117,7 @@ def read_caches(kv: str | None, others: Mapping[str, object]) -> Caches:
 
 def read_settings(
     *, group: int | None, dtype: str, compute_dtype: str | None, int8_threshold: float | None, skip: Sequence[str],
-    calib: str | None, calib_samples: int, calib_length: int, seed: int,
+    calib: str | None, calib_chat: bool, calib_samples: int | None, calib_length: int | None, seed: int | None,
 ) -> Settings:  # fmt: skip
     """How they are made.
 
@@ -126,9 +126,12 @@ def read_settings(
 
     """
     from kvctl.options_profile import within
-    from kvctl.weights import calibration
+    from kvctl.weights.calibration import Wanted
     from kvctl.weights.making import Settings
 
+    usual, wanted = Settings(), Wanted(calib, calib_chat)
+    calib_length = usual.length if calib_length is None else calib_length
+    seed = usual.seed if seed is None else seed
     if group is not None and group not in (32, 64, 128):
         raise UsageError(f"--group: {group} is not known to readers of AWQ", hint="32, 64 or 128")
     if int8_threshold is not None and not 0 <= int8_threshold < 65504:
@@ -137,13 +140,12 @@ def read_settings(
         raise UsageError(f"--seed: {seed} is out of range", hint="from 0 to 9,223,372,036,854,775,807")
     if not 2 <= calib_length <= _LONGEST:
         raise UsageError(f"--calib-length: {calib_length} is out of range", hint=f"from 2 to {_LONGEST:,} tokens")
-    if calib is not None:
-        calibration.read(Path(calib))
+    wanted.check()
     modules = tuple(part.strip() for text in skip for part in text.split(",") if part.strip())
     return Settings(
         group, None if dtype == "auto" else _dtype(dtype, "--dtype"),
         None if compute_dtype is None else _dtype(compute_dtype, "--compute-dtype"), int8_threshold, modules,
-        None if calib is None else Path(calib), within(calib_samples, "--calib-samples"), calib_length, seed,
+        wanted, usual.samples if calib_samples is None else within(calib_samples, "--calib-samples"), calib_length, seed,
     )  # fmt: skip
 
 
@@ -213,6 +215,47 @@ def read_gate(max_ppl_increase: str | None, min_top1: str | None) -> Gate:
     from kvctl.weights.report import Gate
 
     return Gate(bound(max_ppl_increase, "--max-ppl-increase"), bound(min_top1, "--min-top1"))
+
+
+def check_together(
+    ways: Sequence[Way], caches: Sequence[str], *, compare: str | None, output: str | None, per_head: bool, resume: bool,
+    force: bool, calibration: Mapping[str, object],
+) -> None:  # fmt: skip
+    """Refuses options that mean nothing beside the others. `caches`: formats of the cache, where no weights are made;
+    `calibration`: what was given of it, None of what was not.
+
+    Raises:
+        UsageError: there is one.
+
+    """
+    for option, does, given in (("--resume", "goes on with", resume), ("--force", "replaces", force)):
+        if given and output is None:
+            # With --compare there is never a folder.
+            hint = "leave it out" if compare is not None or not ways else f"-o DIR {option}"
+            raise UsageError(f"{option} {does} a checkpoint, and none is kept", hint=hint)
+    if per_head and "fp8" not in caches:
+        raise UsageError("--per-head is about scales of an FP8 cache", hint="--kv fp8 -o DIR")
+    extra = next((name for name, value in calibration.items() if value is not None), None)
+    if extra is None or "fp8" in caches or any(way.calibrates for way in ways):
+        return
+    names = ", ".join(way.name for way in ways) or ", ".join(caches)
+    raise UsageError(f"{extra} is nothing for {names[:80]}: nothing is calibrated", hint="leave it out")
+
+
+def check_revision(model: str, source: str | None, revision: str | None) -> None:
+    """Refuses one of a model that is here.
+
+    Raises:
+        UsageError: the model is here.
+
+    """
+    import os
+
+    from kvctl.sources import jsonfile, looks_like_path
+
+    if revision is not None and source is None and (model == "-" or looks_like_path(model) or os.path.lexists(model)):
+        raise UsageError(f"--revision is about the Hub, and {jsonfile.plain(model)[:200]} is on this machine",
+                         hint="leave it out")  # fmt: skip
 
 
 def need_packages(ways: Sequence[Way]) -> None:

@@ -206,6 +206,7 @@ def _footer(report: QuantizeReport) -> list[str]:
     if report.dry:
         out.append(
             "nothing was made; bytes are exact (of nf4-dq to a few), memory is beside what Python, torch and transformers take themselves"
+            + ("" if report.process_bytes is None else f", {format_bytes(report.process_bytes)} here")
         )
     return out
 

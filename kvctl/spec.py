@@ -17,6 +17,7 @@ from kvctl.record import Record
 
 if TYPE_CHECKING:
     from fractions import Fraction
+    from pathlib import Path
 
     from kvctl.tensors import Tensor
 
@@ -317,7 +318,17 @@ class Provenance(Record):
     source: str
     """catalogue, local, cache, hub, stdin or shape."""
     location: str
+    """For people: control characters in names are spelled out."""
     revision: str | None = None
+    path: str | None = None
+    """Of what is on this machine, as the system knows it."""
+
+    @property
+    def place(self) -> Path:
+        """The file or folder on this machine."""
+        from pathlib import Path
+
+        return Path(self.location if self.path is None else self.path)
 
 
 class Weights(Record):

@@ -134,6 +134,9 @@ QUANTIZE = document(
         "settings": of("object", "What was asked for."),
         "environment": of("object", "Where it ran: versions, processor, devices, drivers."),
         "dry_run": flag("Whether nothing was made."),
+        "process_bytes": maybe(
+            whole("Memory that Python, torch and transformers take, beside what is predicted; of a dry run.")
+        ),
         "context": whole("Tokens at which bytes of caches are told, and what fits."),
         "gpus": of(["string", "null"], "What fit is about; null without --gpu."),
         "results": listed("The model as it is, then each format; empty with --kv alone.", RESULT),

@@ -158,6 +158,9 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if parts[:2] == ["api", "models"]:
                 name, rest = self.split_name(parts[2:], "revision")
                 return self.information(name, rest[0] if rest else "main", token)
+            if parts[:2] == ["api", "datasets"]:  # `add` them as datasets/NAME
+                name, rest = self.split_name(parts[1:], "revision")
+                return self.information(name, rest[0] if rest else "main", token)
             if parts[:3] == ["api", "resolve-cache", "models"]:
                 return self.file("/".join(parts[3:5]), parts[5], "/".join(parts[6:]), token, final=True)
             if "resolve" in parts:
@@ -198,7 +201,7 @@ def _handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 return
             sizes = {path: data if isinstance(data, int) else len(data) for path, data in repository.files.items()}
             info = {
-                "id": name,
+                "id": name.removeprefix("datasets/"),
                 "sha": commit,
                 "private": repository.private,
                 "gated": "manual" if repository.gated else False,

@@ -27,6 +27,7 @@ library = pytest.importorskip("safetensors.torch")
 from kvctl.weights import verify  # noqa: E402
 from kvctl.weights.awq.make import Settings, Step, make, plan  # noqa: E402
 from kvctl.weights.awq.structure import ARCHITECTURES  # noqa: E402
+from kvctl.weights.calibration import Wanted  # noqa: E402
 from kvctl.weights.checkpoint import work_folder  # noqa: E402
 
 SMALL = Settings(samples=6, length=48, batch=4)
@@ -238,7 +239,7 @@ def test_anothers_tokenizer(llama: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("".join(chr(32 + i % 590) for i in range(10_000)))
     with pytest.raises(ConfigError, match=r"the tokenizer has token 5\d\d, the model 512"):
-        make(source, tmp_path / "awq", SMALL.replace(text=text))
+        make(source, tmp_path / "awq", SMALL.replace(calibration=Wanted(str(text))))
     for path in source.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ConfigError, match="no tokenizer can be loaded"):
@@ -267,7 +268,7 @@ def test_too_little_text(llama: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a" * 100)
     with pytest.raises(UsageError, match="has 100 tokens: 2 of 6 samples of 48"):
-        make(llama, tmp_path / "awq", SMALL.replace(text=text))
+        make(llama, tmp_path / "awq", SMALL.replace(calibration=Wanted(str(text))))
 
 
 def test_weights_that_are_missing_or_broken(llama: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +76,19 @@ def test_backends_are_listed(kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (("m", "--weights", "awq", "-o", "x", "--seed", "-1"), "--seed: -1 is out of range"),
     (("m", "--weights", "awq", "--dry-run", "--min-top1", "90"), "measures nothing that a bound"),
     (("m", "--compare", "awq", "--resume"), "--resume goes on with a checkpoint"),
+    (("m", "--compare", "awq", "--force"), "--force replaces a checkpoint, and none is kept"),
+    (("m", "--weights", "awq", "--dry-run", "--force"), "--force replaces a checkpoint, and none is kept"),
+    (("m", "--weights", "awq", "--dry-run", "--resume"), "--resume goes on with a checkpoint"),
+    (("m", "--kv", "fp8", "--force"), "--force replaces a checkpoint, and none is kept"),
+    (("m", "--kv", "int8", "--per-head"), "--per-head is about scales of an FP8 cache"),
+    (("m", "--kv", "int8", "--calib-samples", "16"), "--calib-samples is nothing for int8: nothing is calibrated"),
+    (("m", "--kv", "int8,int4", "--calib", "x.txt"), "x.txt is no file"),
+    (("m", "--kv", "int8,int4", "--calib", "org/set"), "--calib is nothing for int8, int4: nothing is calibrated"),
+    (("m", "--compare", "int8,nf4", "--seed", "0"), "--seed is nothing for int8, nf4: nothing is calibrated"),
+    (("m", "--weights", "int8", "-o", "x", "--calib-length", "512"), "--calib-length is nothing for int8"),
+    (("m", "--weights", "fp8", "-o", "x", "--calib-chat"), "--calib-chat is nothing for fp8"),
+    (("./m", "--weights", "int8", "-o", "x", "--revision", "v1"), "--revision is about the Hub, and ./m is on this machine"),
+    (("m", "--weights", "awq", "-o", "x", "--group", "0"), "0 is not known to readers of AWQ"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "")  # fmt: skip
 def test_wrong_usage(kvctl: Run, argv: tuple[str, ...], said: str) -> None:
     outcome = kvctl("quantize", *argv)
@@ -131,7 +145,8 @@ def test_a_checkpoint_is_complete_and_measured(kvctl: Run, folder: Path, tmp_pat
     if name not in ("awq", "rtn"):
         pytest.importorskip("bitsandbytes")
     target = tmp_path / "out"
-    outcome = kvctl("quantize", str(folder), "--weights", name, "-o", str(target), *QUICK, "--json")
+    quick = QUICK if name in ("awq", "rtn") else QUICK[4:]  # the others have nothing to calibrate
+    outcome = kvctl("quantize", str(folder), "--weights", name, "-o", str(target), *quick, "--json")
     assert outcome.code == 0, outcome.err
     jsonschema.validate(outcome.json, SCHEMA)
     original, row = outcome.json["results"]
@@ -223,6 +238,32 @@ def test_the_record_beside_the_weights_is_what_was_said(kvctl: Run, folder: Path
 
 
 @torch_only
+def test_calibration_data_are_said(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    """Chats as JSON Lines, through a template; the record and the card name them."""
+    chats = "".join(
+        json.dumps({"messages": [{"role": "user", "content": f"{at} and {at}?"}]}) + "\n" for at in range(200)
+    )
+    (tmp_path / "chats.jsonl").write_text(chats)
+    asked = ("quantize", str(folder), "--weights", "rtn", "-o", str(tmp_path / "out"), *QUICK, "--json")
+    outcome = kvctl(*asked, "--calib", str(tmp_path / "chats.jsonl"))
+    assert outcome.code == 1
+    assert "has no chat template, and calibration data are chats" in outcome.err
+    (tmp_path / "texts.jsonl").write_text(
+        chats.replace('"messages": [{"role": "user", "content": ', '"text": ').replace("}]}", "}")
+    )
+    outcome = kvctl(*asked, "--calib", str(tmp_path / "texts.jsonl"))
+    assert outcome.code == 0, outcome.err
+    found = outcome.json["settings"]["calibration"]
+    assert found["name"] == str(tmp_path / "texts.jsonl")
+    assert (found["tokens"], found["chat_template"], found["columns"], found["rows_read"]) == (
+        256,
+        False,
+        ["text"],
+        200,
+    )
+
+
+@torch_only
 def test_texts_are_read_before_anything_is_made(kvctl: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Too short.")
@@ -234,6 +275,47 @@ def test_texts_are_read_before_anything_is_made(kvctl: Run, folder: Path, tmp_pa
             assert "error" in outcome.err
             assert "internal" not in outcome.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
+
+
+@torch_only
+@pytest.mark.parametrize(("config", "said"), [
+    ({"hidden_size": 64}, "model_type is missing"),
+    ({"model_type": "nobody", "hidden_size": 64}, "is unknown"),
+    (awq_config := {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "num_key_value_heads": 2, "vocab_size": 512}, "no weights there"),
+    (awq_config | {"quantization_config": 3}, "no weights there"),
+], ids=str)  # fmt: skip
+def test_hints_name_no_option_of_another_command(kvctl: Run, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for more in (("--weights", "awq", "--dry-run"), ("--kv", "fp8")):
+        outcome = kvctl("quantize", str(tmp_path), *more)
+        assert outcome.code == 1
+        assert said in outcome.err
+        hint = outcome.err.partition("hint: ")[2]
+        assert not re.search(r"--(weights random|set|layers|trust-remote-code|engine|attn|technique)", hint), hint
+
+
+def test_the_command_that_has_the_option_gives_the_hint(kvctl: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    assert "--set" in kvctl("size", str(tmp_path)).err
+
+
+@torch_only
+def test_names_with_control_characters_stay_on_one_line(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    odd = tmp_path / "a\nb"
+    shutil.copytree(folder, odd)
+    for argv, code in (
+        ((str(odd), "--weights", "rtn", "--dry-run"), 0),
+        ((str(odd), "--weights", "rtn", "-o", str(tmp_path / "no\x1b[31m\nfolder" / "x")), 1),
+        ((str(odd), "--weights", "rtn", "-o", str(odd)), 2),
+        ((str(tmp_path / "c\nd"), "--weights", "rtn", "--dry-run"), 1),
+    ):
+        outcome = kvctl("quantize", *argv, "-q")
+        assert outcome.code == code, outcome.err
+        assert "\x1b" not in outcome.err + outcome.out
+        assert len(outcome.err.splitlines()) <= 2
 
 
 @torch_only

@@ -108,14 +108,32 @@ def quantize(
     calib: Annotated[
         Optional[str],
         typer.Option(
-            "--calib", metavar="FILE", help="A text that awq is searched on. Default: kvctl's own.", show_default=False
+            "--calib",
+            metavar="FILE|DATASET",
+            help="What awq, gptq and FP8 scales are searched on: a text; chats or texts as JSON Lines, JSON or Parquet; or a data set on the Hub, NAME[@REV][:CONFIG][:SPLIT]. Default: kvctl's own text.",
+            show_default=False,
         ),
     ] = None,
-    calib_samples: Annotated[int, typer.Option("--calib-samples", metavar="N", help="Pieces of it.")] = 16,
-    calib_length: Annotated[int, typer.Option("--calib-length", metavar="N", help="Tokens of a piece.")] = 512,
+    calib_chat: Annotated[
+        bool, typer.Option("--calib-chat", help="Texts go through the model's chat template, as chats always do.")
+    ] = False,
+    calib_samples: Annotated[
+        Optional[int],
+        typer.Option("--calib-samples", metavar="N", help="Pieces of it. Default: 16.", show_default=False),
+    ] = None,
+    calib_length: Annotated[
+        Optional[int],
+        typer.Option("--calib-length", metavar="N", help="Tokens of a piece. Default: 512.", show_default=False),
+    ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Which pieces. The same seed gives the same bytes.")
-    ] = 0,
+        Optional[int],
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Which pieces. The same seed gives the same bytes. Default: 0.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -233,17 +251,21 @@ def quantize(
         return
     if model is None:
         raise UsageError("no model is named", hint="kvctl quantize MODEL --weights awq -o DIR")
+    options_quantize.check_revision(model, source, revision)
     alone = kv is not None and weights is None and compare is None
     caches = options_quantize.read_caches(kv, {
         "--backend": backend, "--group": group, "--compute-dtype": compute_dtype, "--skip": skip,
         "--int8-threshold": int8_threshold, "--dry-run": dry_run, "--resume": resume,
     } if alone else {})  # fmt: skip
-    if per_head and not alone:
-        raise UsageError("--per-head is about scales of the cache", hint="--kv fp8 -o DIR")
     ways = () if alone else options_quantize.read_ways(weights, compare, output, backend, dry=dry_run)
     settings = options_quantize.read_settings(
         group=group, dtype=dtype, compute_dtype=compute_dtype, int8_threshold=int8_threshold, skip=skip or [],
-        calib=calib, calib_samples=calib_samples, calib_length=calib_length, seed=seed,
+        calib=calib, calib_chat=calib_chat, calib_samples=calib_samples, calib_length=calib_length, seed=seed,
+    )  # fmt: skip
+    options_quantize.check_together(
+        ways, caches.techniques if alone else (), compare=compare, output=output, per_head=per_head, resume=resume, force=force,
+        calibration={"--calib": calib, "--calib-chat": calib_chat or None, "--calib-samples": calib_samples,
+                     "--calib-length": calib_length, "--seed": seed},
     )  # fmt: skip
     for way in ways:
         settings.check(way)

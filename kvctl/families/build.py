@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, Hint
 from kvctl.families.fields import MAX_LAYERS, Fields
 from kvctl.families.patterns import CHUNKED, FULL, MLP, MOE, REFERENCE_SLIDING, SLIDING
 from kvctl.spec import (
@@ -148,7 +148,11 @@ def derived_head_dim(f: Fields, *, given: bool = False) -> int:
         raise ConfigError(
             f"{f.path}hidden_size {hidden} does not split over {heads} heads"
             + (", and head_dim is not given" if given else ""),
-            hint=f"give it with --set {f.path}head_dim=N" if given else None,
+            hint=Hint(
+                f"give it with --set {f.path}head_dim=N", "size", "profile", otherwise="say it in its config.json"
+            )
+            if given
+            else None,
         )
     return hidden // heads
 
@@ -160,7 +164,7 @@ def window(f: Fields, name: str = "sliding_window") -> int:
         how = "null" if name in f.raw else "missing"
         raise ConfigError(
             f"{f.path}{name} is {how}, and the layer kinds of {f.type[:60]} have windows",
-            hint=f"give it with --set {f.path}{name}=N",
+            hint=Hint(f"give it with --set {f.path}{name}=N", "size", "profile", otherwise="say it in its config.json"),
         )
     return f.number(name)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, Hint
 
 # importlib.resources would cost more than the rest of a run together.
 _FACTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "model_types.jsonl")
@@ -140,7 +140,9 @@ class Fields:
         if value is None:
             raise ConfigError(
                 f"{self.path}{name} is missing from the configuration of {self.type[:60] or 'this model'}",
-                hint=f"give it with --set {self.path}{name}=N",
+                hint=Hint(
+                    f"give it with --set {self.path}{name}=N", "size", "profile", otherwise="say it in its config.json"
+                ),
             )
         return self.as_number(name, value, minimum)
 

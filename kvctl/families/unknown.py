@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, Hint
 from kvctl.families.build import Layers, repeat
 from kvctl.families.fields import Fields
 from kvctl.spec import FullAttention, Layer
@@ -175,7 +175,8 @@ def read_unknown(f: Fields) -> Layers:
     """Standard attention from standard fields, or a refusal that names what stands in the way."""
     if not f.type:
         raise ConfigError(
-            f"{f.path}model_type is missing from the configuration", hint="give it with --set model_type=llama"
+            f"{f.path}model_type is missing from the configuration",
+            hint=Hint("give it with --set model_type=llama", "size", "profile", otherwise="say it in its config.json"),
         )
     name = f.type[:60]
     doubtful = doubts(f)
@@ -186,13 +187,23 @@ def read_unknown(f: Fields) -> Layers:
         raise ConfigError(
             f"model type {name!r} is unknown, and these keys may change its cache: {', '.join(doubtful[:8])}"
             + (f" and {len(doubtful) - 8} more" if len(doubtful) > 8 else ""),
-            hint="if it is built like a known type, say so: --set model_type=llama; or size the shape: --layers N --kv-heads N --head-dim N",
+            hint=Hint(
+                "if it is built like a known type, say so: --set model_type=llama; or size the shape: --layers N --kv-heads N --head-dim N",
+                "size",
+                "profile",
+                otherwise="say it in its config.json",
+            ),
         )
     for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if f.raw.get(key) is None:
             raise ConfigError(
                 f"model type {name!r} is unknown, and its configuration has no {key}",
-                hint=f"give it with --set {f.path}{key}=N, or size the shape: --layers N --kv-heads N --head-dim N",
+                hint=Hint(
+                    f"give it with --set {f.path}{key}=N, or size the shape: --layers N --kv-heads N --head-dim N",
+                    "size",
+                    "profile",
+                    otherwise="say it in its config.json",
+                ),
             )
     dim = f.optional_number("head_dim")
     heads = f.number("num_attention_heads")
@@ -201,7 +212,12 @@ def read_unknown(f: Fields) -> Layers:
         if hidden % heads:
             raise ConfigError(
                 f"model type {name!r} is unknown, and hidden_size {hidden} is no multiple of its {heads} heads",
-                hint=f"give the width of a head with --set {f.path}head_dim=N",
+                hint=Hint(
+                    f"give the width of a head with --set {f.path}head_dim=N",
+                    "size",
+                    "profile",
+                    otherwise="say it in its config.json",
+                ),
             )
         dim = hidden // heads
     kv = f.number("num_key_value_heads")

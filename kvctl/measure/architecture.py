@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, Hint
 from kvctl.formats import TORCH_NAMES
 from kvctl.measure.faults import cannot_build, unknown_type
 from kvctl.measure.remote import brought
@@ -39,7 +39,7 @@ def config_of(spec: ModelSpec, wanted: Wanted, *, without: tuple[str, ...] = (),
     quantized = facts.get("quantization_config")
     if quantized is not None and not isinstance(quantized, Mapping):
         raise ConfigError(f"{spec.id}: quantization_config is {str(quantized)[:40]!r}, not an object",
-                          hint="--weights random leaves it out")  # fmt: skip
+                          hint=Hint("--weights random leaves it out", "profile", otherwise="correct it there"))  # fmt: skip
     if quantized is not None and of_cache_alone(quantized):
         del facts["quantization_config"]  # transformers would want a package for it, and its caches do not read scales
     try:

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvctl.errors import ConfigError, KvctlError, SourceError
+from kvctl.errors import ConfigError, Hint, KvctlError, SourceError
 from kvctl.sources import gguf, jsonfile, safetensors
 
 _SINGLE, _BIN = "model.safetensors", "pytorch_model.bin"
@@ -21,7 +21,8 @@ _ZIP = b"PK\x03\x04"
 """How files of torch.save begin, which are zip archives."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _AGAIN = "download it again"
-_RANDOM = "--weights random builds the model from its configuration alone"
+_RANDOM = Hint("--weights random builds the model from its configuration alone", "profile",
+               otherwise="give a folder that has them, or a model that has some on the Hub")  # fmt: skip
 
 
 def check_folder(folder: Path) -> None:

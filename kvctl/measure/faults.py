@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import ConfigError, KvctlError, SourceError
+from kvctl.errors import ConfigError, Hint, KvctlError, SourceError
 from kvctl.measure.checkpoint import hub_reason
 
 ON_HUB = ("cache", "hub", "catalogue")
 _VALIDATION = re.compile(r"(?:Class v|V)alidation error for \w+ '(\w+)':")
 """How transformers' configuration classes begin; what is wrong stands on the line below, after the kind of error."""
 _KIND = re.compile(r"^\w+Error: ")
-RANDOM = "--weights random builds the model from its configuration alone"
+RANDOM = Hint("--weights random builds the model from its configuration alone", "profile")
 if TYPE_CHECKING:
     from kvctl.spec import ModelSpec
 
@@ -49,7 +49,7 @@ def unknown_type(spec: ModelSpec, name: str, *, trusted: bool) -> ConfigError:
     if spec.config.get("auto_map") and not trusted:
         return ConfigError(f"{spec.id} runs code from its repository ({name[:60]!r} is no type of transformers), "
                            "and that is not done unasked",
-                           hint="--trust-remote-code, if you have read that code and trust it")  # fmt: skip
+                           hint=Hint("--trust-remote-code, if you have read that code and trust it", "profile"))  # fmt: skip
     return ConfigError(f"{spec.id}: transformers {transformers.__version__} does not know the type {name[:60]!r}",
                        hint="kvctl size needs no transformers; a newer transformers may know it")  # fmt: skip
 
@@ -63,7 +63,7 @@ def cannot_build(spec: ModelSpec, error: Exception) -> ConfigError:
 
 def cannot_load(spec: ModelSpec, error: Exception, attention: str | None = None) -> SourceError:
     text = first_line(error)
-    hint = RANDOM
+    hint: str = RANDOM
     if type(error).__name__ == "SafetensorError":
         text, hint = f"a damaged safetensors file ({text})", "download it again"
     elif "Weights only load failed" in text:
@@ -73,11 +73,15 @@ def cannot_load(spec: ModelSpec, error: Exception, attention: str | None = None)
             "safetensors files hold nothing that could run",
         )
     elif attention is not None and ("attn" in text.lower() or "attention" in text.lower()):
-        hint = "--attn sdpa or eager"
+        hint = Hint("--attn sdpa or eager", "profile")
     elif isinstance(error, ImportError):
-        hint = "install what is missing, or run it without its quantization: --weights random"
+        hint = Hint(
+            "install what is missing, or run it without its quantization: --weights random",
+            "profile",
+            otherwise="install what is missing",
+        )
     elif ("architecture" in text and "GGUF" in text) or text.startswith("Dequantization"):
-        hint = "--engine llama.cpp runs GGUF files"
+        hint = Hint("--engine llama.cpp runs GGUF files", "profile", otherwise="give the folder that it was made of")
     elif isinstance(error, OSError) and spec.provenance.source in ON_HUB:
         text, hint = hub_reason(spec.id, spec.provenance.revision) or (text, hint)
     return SourceError(f"{spec.id}: transformers cannot load it: {text}", hint=hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvctl.errors import ConfigError, KvctlError, UsageError
+from kvctl.errors import ConfigError, Hint, KvctlError, UsageError
 from kvctl.measure.faults import cannot_build, first_line
 from kvctl.measure.hush import quiet
 from kvctl.measure.loaded import Loaded, Wanted
@@ -52,4 +52,5 @@ def load(spec: ModelSpec, wanted: Wanted, dtype: DType) -> Loaded:
     give_back()
     raise OutOfMemoryError(f"{spec.id}: its weights do not fit into the memory of {wanted.device}: {full}",
                            hint="fewer --layers, or --dtype bf16, which halves fp32" if wanted.layers is not None
-                           else "--layers with --weights random runs a few layers of it; --dtype bf16 halves fp32")  # fmt: skip
+                           else Hint("--layers with --weights random runs a few layers of it; --dtype bf16 halves fp32", "profile",
+                                     otherwise="--dtype bf16 halves fp32"))  # fmt: skip

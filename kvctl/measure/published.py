@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import KvctlError, SourceError, UsageError
+from kvctl.errors import Hint, KvctlError, SourceError, UsageError
 from kvctl.measure.architecture import class_of, config_of, torch_dtype
 from kvctl.measure.checkpoint import check_folder, check_gguf
 from kvctl.measure.devices import located
@@ -89,11 +88,15 @@ def _unquantized(spec: ModelSpec, model: Any) -> tuple[str, ...]:
             "the cache is its own, what it generates is not",)  # fmt: skip
 
 
+def _random(otherwise: str) -> Hint:
+    return Hint("--weights random", "profile", otherwise=otherwise)
+
+
 def place(spec: ModelSpec) -> tuple[str, str | None]:
     """What from_pretrained is given, and the name of a GGUF file in it."""
-    source, location = spec.provenance.source, spec.provenance.location
+    source = spec.provenance.source
     if source == "local":
-        path = Path(location)
+        path = spec.provenance.place
         if path.suffix == ".gguf":
             check_gguf(path)
             return str(path.parent), path.name
@@ -101,9 +104,11 @@ def place(spec: ModelSpec) -> tuple[str, str | None]:
         check_folder(folder)
         return str(folder), None
     if source == "stdin":
-        raise SourceError("a configuration from stdin has no weights", hint="--weights random")
+        raise SourceError("a configuration from stdin has no weights", hint=_random("give a model's folder"))
     if "/" not in spec.id:
-        raise SourceError(f"{spec.id}: no such model is published, so there are no weights", hint="--weights random")
+        raise SourceError(
+            f"{spec.id}: no such model is published, so there are no weights", hint=_random("give a model's folder")
+        )
     repository, _, file = spec.id.partition(":")
     if file or repository.count("/") > 1:
         raise UsageError(f"{spec.id}: name a GGUF file on this machine", hint="hf download fetches one")
@@ -121,7 +126,7 @@ def _check_loaded(spec: ModelSpec, info: Mapping[str, Any]) -> None:
         if found:
             shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
             raise SourceError(f"{spec.id}: the checkpoint {what} {len(found)} of the model's tensors: {shown}",
-                              hint="download it again, or --weights random")  # fmt: skip
+                              hint=Hint("download it again, or --weights random", "profile", otherwise="download it again"))  # fmt: skip
 
 
 def _shape(sizes: Any) -> str:

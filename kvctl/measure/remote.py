@@ -39,9 +39,9 @@ def brought(spec: ModelSpec, wanted: Wanted, names: tuple[str, ...]) -> Any:
 def _loaded(spec: ModelSpec, wanted: Wanted, reference: str) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    source, location = spec.provenance.source, spec.provenance.location
+    source = spec.provenance.source
     if source == "local":
-        path = Path(location)
+        path = spec.provenance.place
         where, revision = str(path if path.is_dir() else path.parent), None
         _, _, other = reference.rpartition("--")
         file = Path(where, *other.split(".")[:-1]).with_suffix(".py")

@@ -51,9 +51,9 @@ def find(repo: str, revision: str | None = None) -> Found | None:
     return _snapshot(repo, Path(path).parent) if isinstance(path, str) else None
 
 
-def snapshot(repo: str, revision: str | None = None) -> Path | None:
-    """The folder with what is cached of a repository at a branch, a tag or a commit."""
-    folder = Path(_folder(repo))
+def snapshot(repo: str, revision: str | None = None, kind: str = "models") -> Path | None:
+    """The folder with what is cached of a repository (of models, or datasets) at a branch, a tag or a commit."""
+    folder = Path(_folder(repo, kind))
     revision = revision or "main"
     try:
         ref = folder / "refs" / revision
@@ -65,7 +65,7 @@ def snapshot(repo: str, revision: str | None = None) -> Path | None:
 
 def newest(repo: str) -> Found | None:
     """The snapshot that was cached last, whatever its revision."""
-    commits = [path for path in _snapshots(repo) if (path / _CONFIG).is_file()]
+    commits = [path for path in snapshots(repo) if (path / _CONFIG).is_file()]
     return _snapshot(repo, max(commits, key=lambda path: path.stat().st_mtime)) if commits else None
 
 
@@ -104,15 +104,16 @@ def _snapshot(repo: str, folder: Path) -> Found:
     return found.replace(weights=weights, notes=() if weights else (unknown,))
 
 
-def _snapshots(repo: str) -> list[Path]:
+def snapshots(repo: str, kind: str = "models") -> list[Path]:
+    """Folders of all commits of which something is cached."""
     try:
-        return list(Path(_folder(repo), "snapshots").iterdir())
+        return list(Path(_folder(repo, kind), "snapshots").iterdir())
     except (OSError, ValueError):
         return []
 
 
-def _folder(repo: str) -> str:
-    return os.path.join(hub_cache(), "models--" + repo.replace("/", "--"))
+def _folder(repo: str, kind: str = "models") -> str:
+    return os.path.join(hub_cache(), f"{kind}--" + repo.replace("/", "--"))
 
 
 def _expand(path: str) -> str:

@@ -24,7 +24,11 @@ _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{4
 def from_path(name: str) -> Found:
     """The configuration in a folder or a file."""
     path = Path(os.path.expanduser(name))
-    where = jsonfile.plain(name)
+    found = _from_path(path, jsonfile.plain(name))
+    return found.replace(provenance=found.provenance.replace(path=str(path)))
+
+
+def _from_path(path: Path, where: str) -> Found:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:

@@ -6,9 +6,7 @@ headers and the Hub's model information are enough.
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvctl.errors import KvctlError, SourceError
@@ -41,7 +39,7 @@ def attach(spec: ModelSpec) -> ModelSpec:
 
 
 def _of_folder(spec: ModelSpec) -> tuple[Tensor, ...] | None:
-    path = Path(os.path.expanduser(spec.provenance.location))
+    path = spec.provenance.place
     if path.name == local.CONFIG and not path.is_dir():
         path = path.parent
     return safetensors.folder_tensors(path) if path.is_dir() else None

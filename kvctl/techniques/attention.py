@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, Hint
 from kvctl.techniques import direct
 from kvctl.techniques.direct import Stored, without_autocast
 
@@ -74,7 +74,7 @@ def install(model: Any, technique: Technique) -> None:
         _models.add(id(model))
     elif now != NAME and technique.keep is not None:
         raise ConfigError(f"{technique.name} needs a model that runs with sdpa, and {type(model).__name__} runs with {now}",
-                          hint="--attn sdpa, where the model has it")  # fmt: skip
+                          hint=Hint("--attn sdpa, where the model has it", "profile"))  # fmt: skip
 
 
 def remove(model: Any) -> None:

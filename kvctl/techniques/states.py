@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, Hint
 from kvctl.spec import (
     Attention,
     Formats,
@@ -110,7 +110,8 @@ def _state(
 ) -> LayerState:
     if isinstance(state, LatentAttention):
         raise ConfigError(f"{spec.id} keeps latents: {technique.name} works on keys and values of heads",
-                          hint="a latent is compressed already; --kv-dtype says in which format engines keep it")  # fmt: skip
+                          hint=Hint("a latent is compressed already; --kv-dtype says in which format engines keep it", "size",
+                                    otherwise="a latent is compressed already"))  # fmt: skip
     if not isinstance(state, FullAttention):
         if technique.foreign is not None:
             raise ConfigError(

@@ -33,14 +33,15 @@ _PIECE = 64 * MIB
 """Bytes that are packed before they are written."""
 _TRIMMED = 2**16
 """Weights of a layer from which on what it took is given back at once; of smaller ones it serves the next."""
-_WORKING = {
-    "int8": {"F32": 11, "F16": 9, "BF16": 11}, "nf4": {"F32": 11, "F16": 15, "BF16": 15},
-    "fp4": {"F32": 26, "F16": 30, "BF16": 30},
-}  # fmt: skip
-"""Bytes a weight that bitsandbytes 0.50 takes on a CPU beside the tensor that it packs, at most: by its code (backends,
-default/ops.py), and up to two more as measured. INT8: a copy in float16, products with the scales in float32, and these rounded. 4 bits: a copy in
-float32, what it is scaled to, the codes as int32, then as bytes and in halves; FP4's codes as int64, twice, before.
+_SLICE = 2**16
+"""Weights that are packed at a time: a multiple of all blocks, so that the same comes out as of the whole."""
+_WORKING = {"int8": 11, "nf4": 15, "fp4": 30}
+"""Bytes a weight of a slice that bitsandbytes 0.50 takes on a CPU beside the tensor that it packs, at most, by its code
+(backends, default/ops.py). INT8: a copy in float16, products with the scales in float32, and these rounded. 4 bits: a copy
+in float32, what it is scaled to, the codes as int32, then as bytes and in halves; FP4's codes as int64, twice, before.
 """
+_LIBRARIES = 5 * MIB
+"""What bitsandbytes, hashing and writing load when they are first used: 4.3 MB and 0.5 to 2 MB on Linux x86_64."""
 _OFFSET = 19
 """Characters of a double quantization's offset as JSON has it: 17 to 21 of them."""
 
@@ -264,9 +265,10 @@ class _Job:
                     most = max(most, held + own + (0 if dtype == self.source.dtypes[name] else kept))
                     held += kept
                 else:
-                    most = max(most, held + own + count * _WORKING[kind][dtype])
-                    held += count * bits // 8
-        return most
+                    held += count * bits // 8  # there from the first slice on
+                    whole = own if dtype == self.source.dtypes[name] else own + tensor(name, (count,), dtype).bytes
+                    most = max(most, held + whole + min(count, _SLICE) * _WORKING[kind])
+        return most + _LIBRARIES
 
 
 def _configuration(folder: Path) -> Any:
@@ -465,19 +467,60 @@ def _packed(name: str, value: torch.Tensor, like: Any) -> dict[str, torch.Tensor
 
     from_conv1d = type(like.source_cls) is type and like.source_cls is not torch.nn.Linear
     value = value.T.contiguous() if from_conv1d else value
-    empty, bias = like.weight, like.bias
-    like.bias = None
-    like.weight = type(empty)(value, requires_grad=False, **empty.__dict__).to("cpu")
-    if getattr(like.weight, "SCB", None) is not None:
-        like.state.SCB = like.weight.SCB
-    out = {f"{name}.{key}": part for key, part in like.state_dict().items()}
-    like.weight, like.bias = empty, bias
+    out = _int8(name, value) if like.weight.__class__.__name__ == "Int8Params" else _four_bits(name, value, like.weight)
     if value.numel() >= _TRIMMED:
         trim()
     for key in ("SCB", "weight.absmax", "weight.nested_absmax"):
         if f"{name}.{key}" in out:
             _check_finite(f"{name}.{key}", out[f"{name}.{key}"], after=True)
     return out
+
+
+def _four_bits(name: str, value: torch.Tensor, like: Any) -> dict[str, torch.Tensor]:
+    """As Params4bit has it, whose scales are quantized together where they are."""
+    import torch
+    from bitsandbytes import functional
+
+    flat = value.reshape(-1)
+    codes = torch.empty(-(-flat.numel() // 2), 1, dtype=torch.uint8)
+    scales = torch.empty(-(-flat.numel() // like.blocksize))
+    for start in range(0, flat.numel(), _SLICE):
+        part, of_part = functional.quantize_4bit(
+            flat[start : start + _SLICE], blocksize=like.blocksize, quant_type=like.quant_type
+        )
+        codes[start // 2 : start // 2 + len(part)] = part
+        first = start // like.blocksize
+        scales[first : first + len(of_part.absmax)] = of_part.absmax
+    more: dict[str, Any] = {}
+    if like.compress_statistics:
+        offset = scales.mean()
+        scales, nested = functional.quantize_blockwise(scales - offset, blocksize=256)
+        more = {"offset": offset, "state2": nested}
+    state = functional.QuantState(
+        scales, value.shape, functional.get_4bit_type(like.quant_type, device="cpu"), like.blocksize, like.quant_type,
+        value.dtype, **more,
+    )  # fmt: skip
+    return {f"{name}.weight": codes} | {
+        f"{name}.weight.{key}": part for key, part in state.as_dict(packed=True).items()
+    }
+
+
+def _int8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As Int8Params has it: a scale for each row."""
+    import torch
+    from bitsandbytes import functional
+
+    codes, scales = torch.empty(value.shape, dtype=torch.int8), torch.empty(len(value))
+    step = max(1, _SLICE // value.shape[1])
+    for start in range(0, len(value), step):
+        part = functional.int8_vectorwise_quant(value[start : start + step].to(torch.float16))
+        codes[start : start + step], scales[start : start + step] = part[0], part[1]
+    # The format is that of rows, which Linear8bitLt calls 0.
+    return {
+        f"{name}.weight": codes,
+        f"{name}.SCB": scales,
+        f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
 
 
 def _check_finite(name: str, value: torch.Tensor, after: bool = False) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvctl.units import format_bytes
 
@@ -123,6 +123,13 @@ def _how(report: QuantizeReport, row: Row) -> list[str]:
     if row.name == "awq":
         out.append(
             f"searched on: {settings['samples']} samples of {settings['length']} tokens, seed {settings['seed']}, "
-            f"from {settings['calibration']}"
+            f"from {_texts(settings['calibration'])}"
         )
     return [*out, *report.notes, *row.notes, *(f"broken: {what}" for what in row.broken)]
+
+
+def _texts(facts: Mapping[str, Any]) -> str:
+    """What the samples were drawn from."""
+    parts = [str(facts["name"]), *(str(facts[name]) for name in ("config", "split", "revision") if facts.get(name))]
+    licence = f" ({facts['licence']})" if facts.get("licence") else ""
+    return ", ".join(parts) + licence + (", through the chat template" if facts["chat_template"] else "")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
+from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError, hint_of
 from kvctl.measure.child import child, end_with_parent, go_first
 from kvctl.measure.memory import tells_shortage
 
@@ -166,7 +166,7 @@ def _answered(work: Any, job: Mapping[str, Any], tell: Any) -> Mapping[str, Any]
     try:
         return {"answer": work(job, tell)}
     except KvctlError as error:
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        return {"error": type(error).__name__, "message": error.message, "hint": hint_of(error.hint, "quantize")}
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -305,8 +305,7 @@ def watching(model: Any, watch: Watcher) -> Iterator[None]:
 
     now = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     if now != "sdpa":
-        raise ConfigError(f"scales are calibrated of a model that runs with sdpa, and {type(model).__name__} runs with {now}",
-                          hint="--attn sdpa, where the model has it")  # fmt: skip
+        raise ConfigError(f"scales are calibrated of a model that runs with sdpa, and {type(model).__name__} runs with {now}")  # fmt: skip
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]

@@ -89,6 +89,8 @@ class KvPart(Record):
     layers: tuple[Mapping[str, Any], ...] = ()
     """Of a calibration: the largest values, and the error of attention's output with each choice of scales."""
     calibrated_tokens: int | None = None
+    samples: calibration.Samples | None = None
+    """What scales were calibrated on."""
     written: Path | None = None
     which: str | None = None
     """Whose scales were written."""
@@ -150,9 +152,15 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
         kv_write.check(ask.source, layers_of(spec), HEAD if ask.per_head else TENSOR)
         check_target(ask.target, ask.source, ask.force)
     there = _there(ask.source)
+    samples = None
+    if fp8 and _scalable(spec):
+        own = ask.settings
+        now.say("reading the calibration data")
+        with quiet():
+            samples = calibration.draw(ask.source, own.calibration, own.samples, own.length, own.seed)
     loaded, dtype = _loaded(ask, now)
     with quiet(), blaming_weights(loaded.model):
-        found = _calibrated(ask, loaded, now) if fp8 and _scalable(spec) else None
+        found = None if samples is None else _calibrated(ask, loaded, samples, now)
         techniques = _techniques(ask, found)
         scores = _measured(ask, loaded, techniques, now)
     rows = []
@@ -163,8 +171,10 @@ def cost(ask: KvAsk, now: Now) -> KvPart:
         measured = quality(scores[name]) if name in scores else None
         rows.append(KvRow(name, found_size.kv_bytes, measured, tuple(ask.gate.broken(measured)), found_size.fit))
     part = KvPart(dtype.name, there.words, tuple(rows), _uses(ask.formats, there), ask.context)
-    if found is not None:
-        part = part.replace(layers=tuple(_layer(one) for one in found.layers), calibrated_tokens=found.tokens)
+    if found is not None and samples is not None:
+        part = part.replace(
+            layers=tuple(_layer(one) for one in found.layers), calibrated_tokens=found.tokens, samples=samples
+        )
     if ask.target is None or found is None:
         return part
     return _written(ask, ask.target, part, found, scores)
@@ -211,19 +221,13 @@ def _ids(ask: KvAsk, loaded: Loaded, text: str) -> list[int]:
     return list(reading("text", loaded, plan, text).ids)
 
 
-def _calibrated(ask: KvAsk, loaded: Loaded, now: Now) -> Calibrated:
+def _calibrated(ask: KvAsk, loaded: Loaded, samples: calibration.Samples, now: Now) -> Calibrated:
     from kvctl.weights.kv_calibrate import calibrate
     from kvctl.weights.kv_scales import HEAD, TENSOR
 
-    settings = ask.settings
-    ids = calibration.windows(
-        _ids(ask, loaded, calibration.read(settings.calibration)),
-        max(settings.samples, 2),
-        settings.length,
-        settings.seed,
-    )
+    calibration.check_vocabulary(samples, loaded.model.config.get_text_config().vocab_size)
     return calibrate(
-        loaded, ids, strategy=HEAD if ask.per_head else TENSOR,
+        loaded, samples.ids, strategy=HEAD if ask.per_head else TENSOR,
         told=lambda done, of: now.say(f"calibrating scales: {done} of {of}"),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
+from kvctl.measure.memory import trim
 from kvctl.record import Record
 from kvctl.weights.awq.search import Codes, Inputs, Options, codes_for, cost_of_nearest, scales_for
 from kvctl.weights.skeleton import run
@@ -119,7 +120,9 @@ def quantize(
         KvctlError: its function changed where only scales were moved; weights or states are not finite.
 
     """
+    # What each step took goes back to the system: the next one asks for other sizes, and would take as much beside it.
     inputs = collect(layer, sites, states, beside, batch)
+    trim()
     before = run(layer, states[:1], beside)
     found = [
         scales_for([slot.of(layer) for slot in site.slots], given, options, site.repeats)
@@ -135,6 +138,7 @@ def quantize(
     outputs = [
         sum(_outputs(slot.of(layer), given) for slot in site.slots) for site, given in zip(sites, inputs, strict=True)
     ]
+    trim()
     rows = _fold_all(layer, sites, [one.scales if one is not None else None for one in found])
     _check_same(before, run(layer, states[:1], beside))
     codes: dict[str, Codes] = {}
@@ -151,6 +155,10 @@ def quantize(
             weight.copy_(code.weight())
         reports.append(Report(site.name, tuple(slot.name for slot in site.slots), scales is not None,
                               site.why_not, _share(error, size), _share(plain_error, size), given.tokens))  # fmt: skip
+        trim()
+    inputs.clear()
+    del given
+    trim()
     packed = {slot.path for site in sites for slot in site.slots}
     for path, parameter in layer.named_parameters():
         if path not in packed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.errors import UsageError
 from kvctl.record import Record
 from kvctl.weights import from_gguf
+from kvctl.weights.calibration import Samples, Wanted
 from kvctl.weights.report import Row
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Settings(Record):
     threshold: float | None = None
     """LLM.int8's outliers."""
     skip: tuple[str, ...] = ()
-    calibration: Path | None = None
+    calibration: Wanted = Wanted()
     samples: int = 16
     length: int = 512
     seed: int = 0
@@ -48,7 +49,6 @@ class Settings(Record):
         """
         ours = ("--skip", self.skip), ("--compute-dtype", self.compute), ("--int8-threshold", self.threshold)
         own = (*(() if way.grouped else (("--group", self.group),)),
-               *(() if way.grouped or way.calibrated else (("--calib", self.calibration),)),
                *(() if way.by else ours), *((("--dtype", self.dtype),) if way.backend else ()))  # fmt: skip
         if way.grouped and not way.backend and self.dtype == "float32":
             raise UsageError(f"--dtype fp32: readers of {way.name} know 16 bits", hint="fp16, bf16 or auto")
@@ -60,9 +60,11 @@ class Settings(Record):
 class Making:
     """A format, of the model in a folder of safetensors."""
 
-    def __init__(self, way: Way, source: Path, settings: Settings) -> None:
+    def __init__(self, way: Way, source: Path, settings: Settings, samples: Samples | None = None) -> None:
         settings.check(way)
         self.way, self.source, self.settings = way, source, settings
+        self.samples = samples
+        """What it is searched on; None: not drawn yet."""
 
     def plan(self) -> Row:
         """From headers alone."""
@@ -108,7 +110,7 @@ class _Awq(Making):
         from kvctl.weights.awq import make as awq
 
         awq.make(
-            self.source, target, self._own(), resume=resume, force=force,
+            self.source, target, self._own(), samples=self.samples, resume=resume, force=force,
             finish=lambda folder, made: finish(folder, self._more(made)),
             progress=lambda step: tell(step.stage, step.done, step.of),
         )  # fmt: skip
@@ -200,7 +202,7 @@ class _Backend(Making):
             self.way.backend, self.way.name, given.group, given.samples, given.length, given.seed, given.calibration
         )
         backends.make(
-            self.source, target, asked, force=force, finish=lambda folder, made: finish(folder, self._more(made)),
+            self.source, target, asked, samples=self.samples, force=force, finish=lambda folder, made: finish(folder, self._more(made)),
             progress=lambda step: tell(step.stage, step.done, step.of),
         )  # fmt: skip
 
@@ -217,7 +219,7 @@ class _Backend(Making):
         return "names, shapes and dtypes are the format's, and a reader of kvctl's own finds weights no worse than rounded to nearest"
 
 
-def making(way: Way, source: Path, settings: Settings) -> Making:
-    """How this format is made."""
+def making(way: Way, source: Path, settings: Settings, samples: Samples | None = None) -> Making:
+    """How this format is made; of `samples`, if it looks at any."""
     kind = _Backend if way.backend else _Bitsandbytes if way.by else _Awq
-    return kind(way, source, settings)
+    return kind(way, source, settings, samples)

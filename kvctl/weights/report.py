@@ -185,6 +185,8 @@ class QuantizeReport(Record):
     """Of the cache, where it was asked about."""
     dry: bool = False
     """Nothing was made."""
+    process_bytes: int | None = None
+    """What Python, torch and transformers take, beside which memory is told; of a plan."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     interrupted: bool = False
@@ -219,6 +221,7 @@ class QuantizeReport(Record):
             "settings": dict(self.settings),
             "environment": dict(self.environment),
             "dry_run": self.dry,
+            "process_bytes": self.process_bytes,
             "context": self.context,
             "gpus": self.gpus,
             "results": [row.to_dict() for row in self.rows],

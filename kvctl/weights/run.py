@@ -17,7 +17,7 @@ from kvctl.engines import TRANSFORMERS
 from kvctl.errors import KvctlError
 from kvctl.record import Record
 from kvctl.size import SizePlan, size
-from kvctl.weights import from_gguf
+from kvctl.weights import calibration, from_gguf
 from kvctl.weights.buys import Terms, bought, gpus
 from kvctl.weights.fetch import check_source, files_of
 from kvctl.weights.kv_run import KvAsk, cost
@@ -93,8 +93,9 @@ def plan(ask: Ask) -> QuantizeReport:
 
     with quiet():
         rows = [_with(ask, _original(ask.source))]
+        ask.settings.calibration.check()
         rows += [bought(ask.terms, making(way, ask.source, ask.settings).plan(), rows[0]) for way in ask.ways]
-        return _report(ask, rows).replace(dry=True)
+        return _report(ask, rows).replace(dry=True, process_bytes=_resident())
 
 
 def missing(ways: Sequence[Way]) -> list[Plan]:
@@ -131,7 +132,7 @@ def of_cache(ask: KvAsk, now: Now) -> QuantizeReport:
     plain = Ask(ask.spec, ask.source, (), ask.settings, ask.exam, ask.gate, ask.target, context=ask.context,
                 hardware=ask.hardware)  # fmt: skip
     said = from_gguf.note(ask.source) if from_gguf.is_gguf(ask.source) else None
-    return _report(plain, []).replace(kv=part, notes=(*ask.notes, *((said,) if said else ())))
+    return _report(plain, [], part.samples).replace(kv=part, notes=(*ask.notes, *((said,) if said else ())))
 
 
 def quantize(ask: Ask, now: Now) -> QuantizeReport:
@@ -155,6 +156,8 @@ class _Run:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.stack = ExitStack()
+        self.samples: calibration.Samples | None = None
+        """What formats are searched on: all on the same."""
 
     def run(self) -> QuantizeReport:
         from kvctl.weights.checkpoint import check_target, work_folder
@@ -171,6 +174,10 @@ class _Run:
             self.rows = [_with(ask, _original(self.source))]
             if len(ask.ways) == 1:
                 making(ask.ways[0], self.source, ask.settings).plan()  # headers tell at once what cannot be
+            if any(way.looks for way in ask.ways):
+                self.now.say("reading the calibration data")
+                own = ask.settings
+                self.samples = calibration.draw(self.source, own.calibration, own.samples, own.length, own.seed)
             try:
                 self._refer()
                 for way in ask.ways:
@@ -184,7 +191,9 @@ class _Run:
                     self.notes.append(f"--resume goes on with what is in {work_folder(ask.target)}")
         if self.source != ask.source and not interrupted:
             shutil.rmtree(self.source, ignore_errors=True)
-        return _report(ask, list(ranked(self.rows))).replace(notes=(*ask.notes, *self.notes), interrupted=interrupted)
+        return _report(ask, list(ranked(self.rows)), self.samples).replace(
+            notes=(*ask.notes, *self.notes), interrupted=interrupted
+        )
 
     def _folder_of_source(self) -> Path:
         """The source as a folder of safetensors: a GGUF file is dequantized beside the target, once for runs that go on."""
@@ -210,7 +219,7 @@ class _Run:
         """One format; among several, what cannot be made says why, and the others stay."""
         row = Row(way.name, way.title, "", None, self.rows[0].parameters, None)
         try:
-            one = making(way, self.source, self.ask.settings)
+            one = making(way, self.source, self.ask.settings, self.samples)
             row = bought(self.ask.terms, one.plan(), self.rows[0])
             return self._one(one, row, target)
         except KvctlError as error:
@@ -220,8 +229,9 @@ class _Run:
 
     def _one(self, one: Making, row: Row, target: Path) -> Row:
         """Make it, judge it while it has no name yet, and give it one."""
-        from kvctl.measure.memory import HighWater
+        from kvctl.measure.memory import HighWater, give_back
 
+        give_back()
         start, mark, before = perf_counter(), HighWater(), _resident()
         found: dict[str, Any] = {}
 
@@ -244,7 +254,7 @@ class _Run:
             if self.ask.target is None:
                 return {}
             rows = ranked([self.rows[0], bought(self.ask.terms, row.replace(**found), self.rows[0])])
-            report = _report(self.ask, rows).replace(notes=(*self.ask.notes, *self.notes))
+            report = _report(self.ask, rows, self.samples).replace(notes=(*self.ask.notes, *self.notes))
             from kvctl.weights.card import CARD, card, licence_of
 
             return {REPORT: json.dumps(report.to_dict(), indent=2) + "\n", CARD: card(report, licence_of(self.source))}
@@ -348,11 +358,11 @@ def _made_with(way: Way) -> str:
     return f"{way.by} {metadata.version(way.by)}, kvctl {__version__}"
 
 
-def _report(ask: Ask, rows: Sequence[Row]) -> QuantizeReport:
+def _report(ask: Ask, rows: Sequence[Row], samples: calibration.Samples | None = None) -> QuantizeReport:
     from kvctl.measure.environment import environment
 
     own = {name: getattr(ask.settings, name) for name in Settings._fields}
-    own["calibration"] = "kvctl's own text" if ask.settings.calibration is None else str(ask.settings.calibration)
+    own["calibration"] = None if samples is None else dict(samples.facts)
     settings = own | {
         "skip": list(ask.settings.skip),
         "exam": ask.exam.to_dict(),

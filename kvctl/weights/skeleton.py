@@ -138,7 +138,7 @@ class Skeleton:
         kept, padding = embedding._parameters["weight"], embedding.padding_idx
         # Only rows of tokens that occur.
         used, own = torch.unique(ids, return_inverse=True)
-        rows = self._source.read(name)[used].to(dtype)
+        rows = self._source.read_rows(name, used).to(dtype)
         if not torch.isfinite(rows).all():
             raise SourceError(f"{name} has numbers that are not finite", hint="download it again")
         embedding._parameters["weight"] = torch.nn.Parameter(rows, requires_grad=False)

@@ -80,6 +80,31 @@ class Source:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).view(shape)
 
+    def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """These rows [n] of a matrix, in ascending order, without the others.
+
+        Raises:
+            SourceError: as `read`.
+
+        """
+        import torch
+
+        (path, start, shape), size = self._places[name], self.sizes[name]
+        each = size // shape[0]
+        data = bytearray(each * len(rows))
+        view = memoryview(data)
+        try:
+            with path.open("rb") as file:
+                for at, row in enumerate(rows.tolist()):
+                    file.seek(start + row * each)
+                    if file.readinto(view[at * each : (at + 1) * each]) < each:
+                        raise SourceError(
+                            f"{jsonfile.plain(path.name)} ends within {jsonfile.plain(name)}", hint="download it again"
+                        )
+        except OSError as error:
+            raise SourceError(jsonfile.unreadable(jsonfile.plain(str(path)), error).message) from None
+        return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[self.dtypes[name]])).view(len(rows), *shape[1:])
+
     def fingerprint(self) -> str:
         """Changes when the files do: of names, shapes, sizes, and the time of their last change."""
         found = hashlib.sha256()

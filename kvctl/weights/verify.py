@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,8 @@ class Dequantized(Source):
         return torch.from_numpy(reference.dequantize(words.numpy(), zeros.numpy(), scales.float().numpy()))
 
 
-def check_packed(path: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Whether a file's packed layers stand for exactly these weights [outputs, inputs].
+def check_packed(path: Path, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Whether a file's packed layers stand for exactly these weights [outputs, inputs], looked at one after another.
 
     Raises:
         KvctlError: one does not.
@@ -60,7 +60,7 @@ def check_packed(path: Path, wanted: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     source = Dequantized(path.parent, [path])
-    for module, weight in wanted.items():
+    for module, weight in wanted:
         found = source.read(f"{module}.weight")
         if found.shape != weight.shape or not torch.equal(found, weight):
             raise KvctlError(

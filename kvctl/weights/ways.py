@@ -21,6 +21,16 @@ class Way(Record):
     """Whether it is calibrated, without groups."""
 
     @property
+    def calibrates(self) -> bool:
+        """Whether what comes out, or what is said of it, depends on a text."""
+        return self.grouped or self.calibrated
+
+    @property
+    def looks(self) -> bool:
+        """Whether it is at least held against a text: all but bitsandbytes' formats are."""
+        return not self.by
+
+    @property
     def readers(self) -> str:
         """Engines that read it, and what that takes."""
         from kvctl.weights.backends.table import AWQ_READERS, backend

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.errors import ConfigError, KvctlError, SourceError
 from kvctl.measure.faults import first_line
 from kvctl.measure.hush import quiet
+from kvctl.measure.memory import map_large, trim
 from kvctl.record import Record
 from kvctl.weights import calibration, tensorfile, verify
 from kvctl.weights.awq import layout
@@ -29,6 +30,10 @@ _RECIPE = 1
 _OVERFLOWS = frozenset(("gemma", "gemma2", "gemma3_text"))
 """Types whose activations float16 does not hold (AutoAWQ issue 458): the rest of their weights is bfloat16."""
 _HALF_LIMIT = 65504.0
+_LIBRARIES = 15 * 10**6
+"""What torch's matrix products and LAPACK load and keep when they first run, as measured on Linux x86_64."""
+_SLICE = 2**20
+"""Numbers that are converted at a time."""
 
 
 class Settings(Record):
@@ -39,8 +44,8 @@ class Settings(Record):
     samples: int = 16
     length: int = 512
     seed: int = 0
-    text: Path | None = None
-    """A calibration text; None: the one that comes with kvctl."""
+    calibration: calibration.Wanted = calibration.Wanted()
+    """What samples are drawn from, where none are given."""
     dtype: str | None = None
     """float16 or bfloat16, of what is not packed; None: float16 where the model's activations fit."""
     scale: bool = True
@@ -140,12 +145,13 @@ class _Job:
         ]  # fmt: skip
         return ["lm_head", *beside]
 
-    def key(self, text: str) -> str:
+    def key(self, samples: calibration.Samples) -> str:
         """The same for runs that give the same bytes."""
         import torch
 
-        own = {name: str(getattr(self.settings, name)) for name in Settings._fields if name != "text"}
-        facts = [_RECIPE, own, hashlib.sha256(text.encode()).hexdigest(), self.source.fingerprint(), self.config,
+        own = {name: str(getattr(self.settings, name)) for name in Settings._fields if name != "calibration"}
+        ids = samples.ids.long().contiguous().numpy().tobytes()
+        facts = [_RECIPE, own, hashlib.sha256(ids).hexdigest(), self.source.fingerprint(), self.config,
                  torch.__version__]  # fmt: skip
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -172,12 +178,12 @@ def plan(source: Path, settings: Settings) -> Plan:
     of_slots = {f"{job.skeleton.name_of(index)}.{name}.weight" for index, name in job.shapes}
     names = [name for name in job.source.names() if name not in of_slots and name in _wanted(job)]
     plain = sum(2 * math.prod(job.source.shapes[name]) for name in names)
-    largest_outside = max((2 * math.prod(job.source.shapes[name]) for name in job.skeleton.outside), default=0)
+    outside = max((_outside_memory(job, name) for name in job.skeleton.outside), default=0)
     states = 4 * settings.samples * settings.length * job.skeleton.config.hidden_size
     working = max(_layer_memory(job, index) for index in range(len(job.sites)))
     parameters = sum(math.prod(job.source.shapes[name]) for name in _wanted(job))
     return Plan(job.group, job.dtype, len(job.sites), job.ranks, parameters, packed + plain, 2 * (packed + plain) + 2 * states,
-                max(2 * states, states + working, 2 * largest_outside))  # fmt: skip
+                max(2 * states, states + working + _LIBRARIES, outside))  # fmt: skip
 
 
 def _wanted(job: _Job) -> set[str]:
@@ -191,20 +197,37 @@ def _packed_bytes(shape: tuple[int, ...], group: int) -> int:
     return outputs * inputs // 2 + groups * outputs // 2 + groups * outputs * 2
 
 
+def _outside_memory(job: _Job, name: str) -> int:
+    """Of a tensor that belongs to no layer: what is stored, and what becomes of it where that has other bytes."""
+    count, own = math.prod(job.source.shapes[name]), job.source.sizes[name]
+    return own if own == 2 * count else own + 2 * count
+
+
 def _layer_memory(job: _Job, index: int) -> int:
-    """Weights in float32, Gram matrices of every site, and what the search of the largest site makes beside them."""
-    weights: int = sum(4 * parameter.numel() for parameter in job.skeleton.layers[index].parameters())
-    grams = search = 0
+    """Beside all tokens' states: weights in float32, and the most of what there is at a time with them."""
+    layer, config, settings = job.skeleton.layers[index], job.skeleton.config, job.settings
+    weights: int = sum(4 * parameter.numel() for parameter in layer.parameters())
+    grams = search = packed = slots = 0
     for site in job.sites[index]:
-        rows = sum(job.shapes[index, slot.name][0] for slot in site.slots)
+        rows = [job.shapes[index, slot.name][0] for slot in site.slots]
         width = job.shapes[index, site.slots[0].name][1]
         grams += 4 * width * width
-        # Copies of the weights (joined, left, error, times Gram, codes) and float64 factors of the Gram matrix.
-        search = max(search, 4 * 5 * rows * width + 4 * 9 * width * width)
-    config, settings = job.skeleton.config, job.settings
+        packed += sum(rows) * width
+        slots = max(slots, max(rows) * width)
+        joined, gram = sum(rows) * width, width * width
+        # A Gram matrix with its diagonal added to, or divided by scales: twice. Rounding: weights, their codes in a byte, the
+        # error, that times Gram and times itself.
+        search = max(search, 4 * joined + 8 * gram, 17 * joined + 4 * gram)
+        if settings.scale and site.fold is not None:
+            search = max(search, 17 * max(rows) * width + 8 * gram)
+        if settings.compensate:
+            # What is left of the weights; the Gram matrix, and two factors of it in float64; two sets of codes.
+            search = max(search, 9 * joined + 20 * gram, 19 * joined + 8 * gram)
     inner = max(shape[1] for shape in job.shapes.values())
+    # A block's inputs, what attention makes of them and adds, and three products of the MLP's inner width.
     running: int = 4 * settings.batch * settings.length * (4 * config.hidden_size + 3 * inner)
-    return weights + grams + max(search, running)
+    # Codes take a byte; of one layer at a time the file is held against what they stand for.
+    return weights + max(grams + packed + search, grams + running, packed + running, packed * 3 // 2 + 12 * slots)
 
 
 def make(
@@ -212,13 +235,14 @@ def make(
     target: Path,
     settings: Settings,
     *,
+    samples: calibration.Samples | None = None,
     progress: Callable[[Step], None] | None = None,
     resume: bool = False,
     force: bool = False,
     finish: Callable[[Path, Made], Mapping[str, str]] | None = None,
 ) -> Made:
     """Quantize the model in folder `source` and write the checkpoint to folder `target`; `finish`: see `Work.publish`, it is
-    told of what was made, too.
+    told of what was made, too. `samples`: what it is searched on, where that was drawn already.
 
     Raises:
         UsageError: settings that cannot be, a target that is there, or nothing to resume.
@@ -229,19 +253,20 @@ def make(
     """
     tell = progress or (lambda step: None)
     check_target(target, source, force)
+    map_large()
     with quiet():
         job = _Job(source, settings)
-        text = calibration.read(settings.text)
-        tokens, first = calibration.tokenize(source, text, job.skeleton.config.vocab_size)
-        ids = calibration.windows(tokens, settings.samples, settings.length, settings.seed, first)
+        if samples is None:
+            samples = calibration.draw(source, settings.calibration, settings.samples, settings.length, settings.seed)
+        calibration.check_vocabulary(samples, job.skeleton.config.vocab_size)
         import torch
 
-        work = Work(target, job.key(text), {"threads": torch.get_num_threads()}, resume)
+        work = Work(target, job.key(samples), {"threads": torch.get_num_threads()}, resume)
         threads = torch.get_num_threads()
         try:
             # Sums in another order have other last bits.
             torch.set_num_threads(work.facts["threads"])
-            _layers(job, work, ids, tell)
+            _layers(job, work, samples.ids, tell)
             _rest(job, work, tell)
             _check_better(work)
             tell(Step("files", 0, 1))
@@ -286,11 +311,10 @@ def _made(job: _Job, work: Work, target: Path) -> Made:
 def _layers(job: _Job, work: Work, ids: torch.Tensor, tell: Callable[[Step], None]) -> None:
     import torch
 
-    from kvctl.measure.memory import trim
-
     count = len(job.sites)
     tell(Step("text", 0, 1))
     states, beside = job.skeleton.enter(ids, torch.float32)
+    trim()
     tell(Step("text", 1, 1))
     begun = sum("reports" in entry for entry in work.done)
     if begun == count:
@@ -306,6 +330,7 @@ def _layers(job: _Job, work: Work, ids: torch.Tensor, tell: Callable[[Step], Non
                 done = quantize(layer, job.sites[index], states, beside[index], job.settings.batch, options, plain)
             except KvctlError as error:
                 raise KvctlError(f"layer {index}: {error.message}", hint=error.hint) from None
+            trim()
             piece = _write_layer(job, work, index, layer, done, plain)
         written = [piece]
         if index + 1 < count:
@@ -336,7 +361,7 @@ def _write_layer(job: _Job, work: Work, index: int, layer: Any, done: Done, plai
             out[f"{prefix}.{name}"] = _stored(parameter.data, plain, f"{prefix}.{name}")
     path = work.folder / f"layer-{index:05d}.safetensors"
     written = tensorfile.write(path, out)
-    verify.check_packed(path, {f"{prefix}.{name}": codes.weight() for name, codes in done.codes.items()})
+    verify.check_packed(path, ((f"{prefix}.{name}", codes.weight()) for name, codes in done.codes.items()))
     return written
 
 
@@ -354,6 +379,16 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor
     return out
 
 
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """As `_stored`, in the place of `tensor` where that has as many bytes: embeddings are the largest tensor there is."""
+    if tensor.dtype == dtype or tensor.element_size() != dtype.itemsize:
+        return _stored(tensor, dtype, name)
+    before, after = tensor.view(-1), tensor.view(dtype).view(-1)
+    for start in range(0, len(before), _SLICE):
+        after[start : start + _SLICE] = _stored(before[start : start + _SLICE], dtype, name)
+    return after.view(tensor.shape)
+
+
 def _rest(job: _Job, work: Work, tell: Callable[[Step], None]) -> None:
     """Embeddings, the last norm, the head: each a piece of its own, so that one at a time is in memory."""
     import torch
@@ -363,7 +398,7 @@ def _rest(job: _Job, work: Work, tell: Callable[[Step], None]) -> None:
     for number, name in enumerate(names[begun:], begun):
         tell(Step("rest", number, len(names)))
         path = work.folder / f"rest-{number:05d}.safetensors"
-        written = tensorfile.write(path, {name: _stored(job.source.read(name), plain, name)})
+        written = tensorfile.write(path, {name: _converted(job.source.read(name), plain, name)})
         work.record({"piece": written.name, "rest": name}, [written])
     tell(Step("rest", len(names), len(names)))
 

@@ -42,7 +42,8 @@ class Settings(Record):
     samples: int = 64
     length: int = 512
     seed: int = 0
-    text: Path | None = None
+    calibration: calibration.Wanted = calibration.Wanted()
+    """What samples are drawn from, where none are given."""
     batch: int = 4
     silence: float = process.SILENCE_S
     """Seconds without a message until the worker is given up."""
@@ -68,12 +69,13 @@ def make(
     target: Path,
     settings: Settings,
     *,
+    samples: calibration.Samples | None = None,
     progress: Callable[[Progress], None] = lambda step: None,
     force: bool = False,
     finish: Callable[[Path, Made], Mapping[str, str]] | None = None,
 ) -> Made:
     """Let a backend quantize the model in folder `source`, and check what it made; its environment has to be there.
-    `finish`: see `Work.place`.
+    `samples`: what it is calibrated on, where that was drawn already. `finish`: see `Work.place`.
 
     Raises:
         UsageError: settings that cannot be, a target that is there, a backend that is not installed.
@@ -90,7 +92,7 @@ def make(
                          hint=None if found.status == "cannot" else "it is installed on first use, after asking")  # fmt: skip
     check_target(target, source, force)
     with environments.used(found.folder), quiet():
-        job = _Job(source, settings)
+        job = _Job(source, settings, samples)
         work = Work(target, "backend", {}, resume=False)
         try:
             out = job.ask(one, found.folder, work.folder, progress)
@@ -121,7 +123,7 @@ def make(
 class _Job:
     """A source, what its linear layers are, and the tokens that it is calibrated on."""
 
-    def __init__(self, source: Path, settings: Settings) -> None:
+    def __init__(self, source: Path, settings: Settings, samples: calibration.Samples | None) -> None:
         self.folder, self.settings = source, settings
         self.source, self.config = open_source(source)
         known = architecture(self.config)
@@ -131,9 +133,10 @@ class _Job:
         self.linear = {f"{self.skeleton.name_of(index)}.{slot.name}": tuple(slot.of(self.skeleton.layers[index]).shape)
                        for index, slots in enumerate(self.slots) for slot in slots}  # fmt: skip
         self.group = self._group()
-        text = calibration.read(settings.text)
-        tokens, first = calibration.tokenize(source, text, self.skeleton.config.vocab_size)
-        self.ids = calibration.windows(tokens, settings.samples, settings.length, settings.seed, first)
+        if samples is None:
+            samples = calibration.draw(source, settings.calibration, settings.samples, settings.length, settings.seed)
+        calibration.check_vocabulary(samples, self.skeleton.config.vocab_size)
+        self.ids = samples.ids
         self.answer = process.Answer({}, {})
 
     def _group(self) -> int | None:

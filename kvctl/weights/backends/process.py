@@ -136,7 +136,7 @@ def ask(
         ended = children.run(argv, env=env, folder=work, log=log, heard=talk.heard, given=given, silence=silence)
     except children.SilenceError as error:
         raise KvctlError(f"{name}: {error.message}, and it was ended",
-                         hint=f"a longer --timeout, if it was at work; {kept}") from None  # fmt: skip
+                         hint=kept) from None  # fmt: skip
     except KvctlError as error:
         raise KvctlError(error.message, hint=error.hint or kept) from None
     finally:
