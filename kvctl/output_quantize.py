@@ -63,7 +63,10 @@ def emit_ways(form: str) -> None:
     from kvctl.weights.ways import TABLE
 
     output.forgive_encoding()
-    rows = [{"format": way.name, "title": way.title, "made_with": way.by or way.backend or "kvctl"} for way in TABLE]
+    rows = [
+        {"format": way.name, "title": way.title, "made_with": way.by or way.backend or "kvctl", "read_by": way.readers}
+        for way in TABLE
+    ]
     if form == "json":
         output.print_json({"schema": "kvctl.weight-formats/1", "formats": rows})
     elif form == "csv":
@@ -74,6 +77,13 @@ def emit_ways(form: str) -> None:
         _listing(
             ("format", "made with", "what it is"), [[row["format"], row["made_with"], row["title"]] for row in rows]
         )
+        from kvctl.screen_lines import Screen
+
+        screen = Screen()
+        screen.line()
+        for readers in dict.fromkeys(row["read_by"] for row in rows):
+            names = ", ".join(row["format"] for row in rows if row["read_by"] == readers)
+            screen.line(f"{names}: read by {readers}")
 
 
 def emit_backends(form: str) -> None:

@@ -158,6 +158,7 @@ WAYS = document(
                     "format": text("Its name."),
                     "title": text("What it is."),
                     "made_with": text("The package that makes it."),
+                    "read_by": text("Engines that read it, and what that takes."),
                 },
             ),
         )

@@ -33,6 +33,8 @@ def test_formats_are_listed(kvctl: Run) -> None:
     assert rows["awq"]["made_with"] == "kvctl"
     assert rows["nf4"]["made_with"] == "bitsandbytes"
     assert rows["fp8"]["made_with"] == "llm-compressor"
+    # vLLM pull request 43529 took bitsandbytes out.
+    assert "vllm-bnb-plugin" in rows["nf4"]["read_by"]
 
 
 def test_backends_are_listed(kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
