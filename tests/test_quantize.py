@@ -65,7 +65,7 @@ def test_backends_are_listed(kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (("m", "--compare", "awq", "--kv", ","), "--kv: no format is named"),
     (("m", "--compare", "awq", "--ctx", "4k,8k"), "--ctx: one length, and 2 are named"),
     (("m", "--compare", "awq", "--gpu", "H1000"), "H1000"),
-    (("m", "--weights", "awq", "-o", "x", "--per-head"), "--per-head is about scales of the cache"),
+    (("m", "--weights", "awq", "-o", "x", "--per-head"), "--per-head is about scales of an FP8 cache"),
     (("m", "--weights", "awq", "-o", "x", "--group", "48"), "48 is not known to readers of AWQ"),
     (("m", "--weights", "nf4", "-o", "x", "--group", "64"), "--group is nothing for nf4"),
     (("m", "--weights", "awq", "-o", "x", "--int8-threshold", "6"), "--int8-threshold is nothing for awq"),
@@ -288,6 +288,7 @@ def test_texts_are_read_before_anything_is_made(kvctl: Run, folder: Path, tmp_pa
     (awq_config | {"quantization_config": 3}, "no weights there"),
 ], ids=str)  # fmt: skip
 def test_hints_name_no_option_of_another_command(kvctl: Run, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    pytest.importorskip("transformers", reason="needs torch and transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
     for more in (("--weights", "awq", "--dry-run"), ("--kv", "fp8")):
         outcome = kvctl("quantize", str(tmp_path), *more)
@@ -668,8 +669,8 @@ def test_the_plain_cache_by_another_name(kvctl: Run, folder: Path) -> None:
 @torch_only
 def test_a_cache_that_no_scales_are_for_is_measured_without(kvctl: Run, tmp_path: Path) -> None:
     """Gemma 3n's last layers read the cache of others."""
+    transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
     import awq_models
-    import transformers
 
     config = transformers.Gemma3nTextConfig(
         vocab_size=512, vocab_size_per_layer_input=512, hidden_size=64, hidden_size_per_layer_input=16, intermediate_size=[96] * 4,

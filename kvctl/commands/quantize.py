@@ -274,10 +274,10 @@ def quantize(
         raise UsageError("--dry-run measures nothing that a bound could be held against", hint="without --dry-run")
     if resume and (compare is not None or dry_run):
         raise UsageError("--resume goes on with a checkpoint", hint="--weights NAME -o DIR --resume")
-    options_quantize.need_packages(ways)
-    exam = options_quantize.read_exam(tokens, text, device, caches.techniques, alone=alone)
     context = options_quantize.read_context(ctx)
     hardware = options.read_hardware(gpu, None, None, started=False, needed=False)
+    options_quantize.need_packages(ways)
+    exam = options_quantize.read_exam(tokens, text, device, caches.techniques, alone=alone)
     spec = own.read_model(model, [], source, revision)
     notes = caches.notes(spec)
     signals.heed()
