@@ -324,7 +324,7 @@ def test_too_little_room(llama: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     found = host.host_device()
     with monkeypatch.context() as patched:
         patched.setattr(host, "host_device", lambda: found.replace(free_bytes=1000))
-        with pytest.raises(KvctlError, match="KiB of memory, and 1000 B are free"):
+        with pytest.raises(KvctlError, match="MiB of memory, and 1000 B are free"):
             make(llama, tmp_path / "out", Settings())
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 1000})())
