@@ -107,7 +107,7 @@ QUICK = ("--calib-samples", "4", "--calib-length", "64", "--tokens", "252")
 
 def quick(name: str) -> tuple[str, ...]:
     """Without what is nothing for formats that are not calibrated."""
-    return QUICK[4:] if name in ("int8", "nf4", "nf4-dq", "fp4") else QUICK
+    return QUICK if name in ("awq", "rtn") else QUICK[4:]
 
 
 @pytest.fixture(scope="module")
