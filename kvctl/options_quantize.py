@@ -64,12 +64,12 @@ class Caches(Record):
         own = spec.dtype if isinstance(spec.dtype, DType) else BF16
         named = {name: model_dtype(name) for name in self.plain}
         for name, dtype in named.items():
-            if dtype is not None and dtype.bytes != own.bytes:
+            if dtype is not None and dtype.bytes > own.bytes:
                 raise UsageError(
                     f"--kv {name}: {spec.id} is {own.name}, and so is its plain cache", hint=f"--kv {own.name}"
                 )
         return tuple(
-            f"{name}: the plain cache of this model is {own.name}"
+            f"{name}: the plain cache is in the dtype that weights are run in, {own.name} as this model is"
             for name, dtype in named.items()
             if dtype not in (None, own)
         )
@@ -156,17 +156,19 @@ def _dtype(text: str, option: str) -> str:
     return found
 
 
-def read_context(ctx: str | None) -> int:
-    """Tokens at which bytes of caches are told.
+def read_context(ctx: str | None, *, of: bool) -> int:
+    """Tokens at which bytes of caches are told; `of`: whether something is told of them.
 
     Raises:
-        UsageError: several lengths, or none.
+        UsageError: several lengths, or none; or it is nothing here.
 
     """
     from kvctl.options_profile import asked_contexts
     from kvctl.weights.report import CONTEXT
 
     found = asked_contexts(ctx)
+    if found is not None and not of:
+        raise UsageError("--ctx is about caches and what fits", hint="beside --kv or --gpu")
     if found is not None and len(found) > 1:
         raise UsageError(f"--ctx: one length, and {len(found)} are named", hint="--ctx 32k")
     return CONTEXT if found is None else found[0]
@@ -201,7 +203,25 @@ def read_exam(
         length=length,
         device=device_of(device),
         caches=() if alone else tuple(caches),
+        prompted=bool(caches),
     )
+
+
+def within(spec: ModelSpec, settings: Settings, exam: Exam, length: int | None) -> tuple[Settings, Exam]:
+    """No text is longer than the model has positions; `length` is what was asked of calibration.
+
+    Raises:
+        UsageError: that is longer.
+
+    """
+    limit = spec.max_context
+    if limit is None or limit < 2:
+        return settings, exam
+    if length is not None and length > limit:
+        raise UsageError(
+            f"--calib-length: {length:,} tokens, and {spec.id} ends at {limit:,}", hint=f"at most {limit:,}"
+        )
+    return settings.replace(length=min(settings.length, limit)), exam.within(limit)
 
 
 def read_gate(max_ppl_increase: str | None, min_top1: str | None) -> Gate:
@@ -233,6 +253,9 @@ def check_together(
             # With --compare there is never a folder.
             hint = "leave it out" if compare is not None or not ways else f"-o DIR {option}"
             raise UsageError(f"{option} {does} a checkpoint, and none is kept", hint=hint)
+    whole = next((way for way in ways if not way.resumes), None)
+    if resume and whole is not None:
+        raise UsageError(f"--resume: {whole.name} is made in one go", hint="start it without --resume")
     if per_head and "fp8" not in caches:
         raise UsageError("--per-head is about scales of an FP8 cache", hint="--kv fp8 -o DIR")
     extra = next((name for name, value in calibration.items() if value is not None), None)

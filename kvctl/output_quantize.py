@@ -158,7 +158,8 @@ def _flat(report: QuantizeReport, row: Row) -> list[dict[str, Any]]:
         return [out | {
             "cache": "plain", "kv_bytes": None, "perplexity": None if judged is None else judged.perplexity,
             **_quality(None if judged is None else judged.quality),
-            "tokens_per_second": None if judged is None else judged.tokens_per_second, **_fit(row.fit),
+            "tokens_per_second": None if judged is None else judged.tokens_per_second, **_fit(row.fit), "broken": "; ".join(row.broken),
+            "cache_tokens": None, "cache_measured_bytes": None, "cache_predicted_bytes": None,
         }]  # fmt: skip
     lines = []
     for cell in row.caches:
@@ -166,7 +167,9 @@ def _flat(report: QuantizeReport, row: Row) -> list[dict[str, Any]]:
         lines.append(out | {
             "cache": cell.name, "kv_bytes": cell.kv_bytes, "perplexity": None if judged_cell is None else judged_cell.perplexity,
             **_quality(cell.quality), "tokens_per_second": None if judged_cell is None else judged_cell.tokens_per_second,
-            **_fit(cell.fit), "pareto": cell.pareto, "error": row.error or (None if judged_cell is None else judged_cell.error),
+            **_fit(cell.fit), "pareto": cell.pareto, "broken": "; ".join(cell.broken),
+            "cache_tokens": None if judged_cell is None else judged_cell.kv_tokens, "cache_measured_bytes": None if judged_cell is None else judged_cell.kv_bytes,
+            "cache_predicted_bytes": cell.predicted_bytes, "error": row.error or (None if judged_cell is None else judged_cell.error),
         })  # fmt: skip
     return lines
 

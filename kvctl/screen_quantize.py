@@ -82,6 +82,8 @@ def lines_of(report: QuantizeReport) -> list[tuple[str, str]]:
         for cell in row.caches:
             if cell.judged is not None and cell.judged.error is not None:
                 out.append((f"{row.name}, {cell.name}: {cell.judged.error}", "red"))
+        if row.fit is not None and not row.fit.fits:
+            out.append((f"{row.name} does not fit on {report.gpus}: {row.fit.why}", "red"))
     out += [(line, "") for row in report.rows[1:] for line in _lines(report, row)]
     return out + [(line, "dim") for line in _footer(report)]
 

@@ -63,7 +63,12 @@ def test_backends_are_listed(kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (("m", "--compare", "awq", "--kv", "fp16,h2o"), "that is no format of the cache"),
     (("m", "--kv", "fp16"), "no format is named that is smaller"),
     (("m", "--compare", "awq", "--kv", ","), "--kv: no format is named"),
-    (("m", "--compare", "awq", "--ctx", "4k,8k"), "--ctx: one length, and 2 are named"),
+    (("m", "--compare", "awq", "--kv", "int8", "--ctx", "4k,8k"), "--ctx: one length, and 2 are named"),
+    (("m", "--compare", "awq", "--ctx", "4k"), "--ctx is about caches and what fits"),
+    (("m", "--compare", "nf4,rtn", "--int8-threshold", "3"), "--int8-threshold is nothing for nf4, rtn"),
+    (("m", "--compare", "int8,rtn", "--compute-dtype", "bf16"), "--compute-dtype is nothing for int8, rtn"),
+    (("m", "--weights", "nf4", "-o", "x", "--resume"), "--resume: nf4 is made in one go"),
+    (("m", "--weights", "gptq", "-o", "x", "--resume"), "--resume: gptq is made in one go"),
     (("m", "--compare", "awq", "--gpu", "H1000"), "H1000"),
     (("m", "--weights", "awq", "-o", "x", "--per-head"), "--per-head is about scales of an FP8 cache"),
     (("m", "--weights", "awq", "-o", "x", "--group", "48"), "48 is not known to readers of AWQ"),
@@ -582,18 +587,19 @@ def test_weights_and_caches_make_a_matrix(kvctl: Run, folder: Path, tmp_path: Pa
     rows = {row["format"]: {cell["name"]: cell for cell in row["caches"]} for row in outcome.json["results"]}
     assert list(rows) == ["original", "rtn"]
     # Keys and values, 2 layers, 2 heads of 16, 256 tokens: float32 as the model is, float16 as packed weights are run; int8 and int4
-    # have a scale and a minimum of 16 bits for each head. 505 tokens are read through the cache, of which 252 are scored.
+    # have a scale and a minimum of 16 bits for each head. The model has 256 positions: two windows of these, of which 255 tokens are read
+    # through the cache and 127 scored.
     for width, cells in ((4, rows["original"]), (2, rows["rtn"])):
         assert list(cells) == ["plain", "int8", "int4", "kivi4:residual=32"]
         assert cells["plain"]["kv_bytes"] == 2 * 2 * 2 * 16 * 256 * width
         assert cells["int8"]["kv_bytes"] == 2 * 2 * 2 * (16 + 4) * 256
         for cell in cells.values():
             assert cell["agrees"] is True
-            assert cell["tokens"] == 505
+            assert cell["tokens"] == 255
             assert cell["error"] is None
             assert cell["fit"]["fits"]
-        assert cells["plain"]["measured_bytes"] == 2 * 2 * 2 * 16 * 505 * width
-        assert cells["int8"]["measured_bytes"] == 2 * 2 * 2 * (16 + 4) * 505
+        assert cells["plain"]["measured_bytes"] == 2 * 2 * 2 * 16 * 255 * width
+        assert cells["int8"]["measured_bytes"] == 2 * 2 * 2 * (16 + 4) * 255
     assert rows["original"]["plain"]["quality"] is None
     loss = {
         (row, name): cell["quality"]["kl_nats"]["value"]
@@ -603,7 +609,7 @@ def test_weights_and_caches_make_a_matrix(kvctl: Run, folder: Path, tmp_path: Pa
     }
     assert loss["original", "int8"] < loss["original", "int4"] < loss["rtn", "int4"]
     assert loss["original", "int8"] < loss["rtn", "plain"]
-    assert {cell["quality"]["tokens"] for cells in rows.values() for cell in cells.values() if cell["quality"]} == {252}
+    assert {cell["quality"]["tokens"] for cells in rows.values() for cell in cells.values() if cell["quality"]} == {254}
     # Nothing is better in fewer bytes than these two: the most exact, and the smallest.
     assert rows["original"]["plain"]["pareto"]
     assert rows["rtn"]["int4"]["pareto"] or rows["rtn"]["kivi4:residual=32"]["pareto"]
@@ -622,16 +628,76 @@ def _check_against_one_pass(folder: Path, packed: Path, rows: dict[str, Any]) ->
     from kvctl.weights import verify
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = torch.tensor([tokenizer(texts.read(texts.samples()[0]), add_special_tokens=False)["input_ids"][:506]])
+    ids = torch.tensor([tokenizer(texts.read(texts.samples()[0]), add_special_tokens=False)["input_ids"][:512]]).view(
+        2, 256
+    )
     original = transformers.AutoModelForCausalLM.from_pretrained(folder)
     other = verify.load_dequantized(packed, torch.float16)
     with torch.inference_mode():
-        p, q = (model(ids).logits[0, 253:505].double().log_softmax(-1) for model in (original, other))
-    true = ids[0, 254:506, None]
-    assert rows["original"]["plain"]["perplexity"] == pytest.approx(float((-p.gather(1, true).mean()).exp()), rel=1e-4)
-    assert rows["rtn"]["plain"]["perplexity"] == pytest.approx(float((-q.gather(1, true).mean()).exp()), rel=2e-3)
+        p, q = (model(ids).logits[:, 128:255].double().log_softmax(-1) for model in (original, other))
+    true = ids[:, 129:, None]
+    assert rows["original"]["plain"]["perplexity"] == pytest.approx(float((-p.gather(-1, true).mean()).exp()), rel=1e-4)
+    assert rows["rtn"]["plain"]["perplexity"] == pytest.approx(float((-q.gather(-1, true).mean()).exp()), rel=2e-3)
     kl = float((p.exp() * (p - q)).sum(-1).mean())
     assert rows["rtn"]["plain"]["quality"]["kl_nats"]["value"] == pytest.approx(kl, rel=0.1)
+
+
+@torch_only
+def test_to_go_on_with_nothing_is_refused_before_anything_is_run(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    from kvctl.weights import judge
+
+    outcome = kvctl("quantize", str(folder), "--weights", "awq", "-o", str(tmp_path / "out"), "--resume", *QUICK)
+    assert outcome.code == 2
+    assert "is there to go on with" in outcome.err
+    assert "original: running" not in outcome.err
+    assert judge.Exam(length=512, windows=8).within(256) == judge.Exam(
+        length=256, windows=17
+    )  # 8 × 511 tokens of 255 each
+    assert not list(tmp_path.iterdir())
+
+
+@torch_only
+def test_windows_are_no_longer_than_the_model(kvctl: Run, tmp_path: Path) -> None:
+    """GPT-2 has a learned position for each of 64 tokens, and none for more."""
+    transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
+    pytest.importorskip("bitsandbytes")
+    import awq_models
+
+    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    awq_models.tokenizer(512).save_pretrained(tmp_path / "gpt2")
+    for more in (("--compare", "nf4"), ("--compare", "nf4", "--kv", "int8"), ("--kv", "fp8")):
+        outcome = kvctl("quantize", str(tmp_path / "gpt2"), *more, "--tokens", "252", "--json")
+        assert outcome.code == 0, outcome.err
+    outcome = kvctl("quantize", str(tmp_path / "gpt2"), "--kv", "fp8", "--calib-length", "65")
+    assert outcome.code == 2
+    assert "--calib-length: 65 tokens, and gpt2 ends at 64" in outcome.err
+
+
+@torch_only
+def test_no_room_for_what_the_original_says(folder: Path, tmp_path: Path) -> None:
+    import resource
+
+    def small() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    asked = [
+        sys.executable,
+        "-m",
+        "kvctl",
+        "quantize",
+        str(folder),
+        "--weights",
+        "rtn",
+        "-o",
+        str(tmp_path / "out"),
+        *QUICK,
+    ]
+    done = subprocess.run(asked, capture_output=True, text=True, preexec_fn=small, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "cannot write down what the original says: file too large" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @torch_only
@@ -660,10 +726,11 @@ def test_bounds_of_a_matrix_are_of_each_cell(kvctl: Run, folder: Path) -> None:
 
 @torch_only
 def test_the_plain_cache_by_another_name(kvctl: Run, folder: Path) -> None:
-    """The model is float32: half of that is no plain cache of its."""
-    outcome = kvctl("quantize", str(folder), "--compare", "rtn", "--kv", "fp16,fp8", *QUICK)
-    assert outcome.code == 2
-    assert "--kv fp16: small is fp32" in outcome.err
+    """The model is float32, its packed weights float16: the plain cache is what they are run in, and a note says so."""
+    outcome = kvctl("quantize", str(folder), "--compare", "rtn", "--kv", "fp16,fp8", "--dry-run", "--json")
+    assert outcome.code == 0
+    assert "fp16: the plain cache is in the dtype that weights are run in, fp32 as this model is" in outcome.err
+    assert [cell["name"] for cell in outcome.json["results"][0]["caches"]] == ["plain", "fp8"]
     # 100 tokens are fewer than what KIVI leaves as it is.
     outcome = kvctl("quantize", str(folder), "--compare", "rtn", "--kv", "kivi4", "--tokens", "50")
     assert outcome.code == 2

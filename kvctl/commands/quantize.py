@@ -232,7 +232,7 @@ def quantize(
       kvctl quantize Qwen/Qwen3-8B --weights awq -o ./Qwen3-8B-awq --dry-run
       kvctl quantize ./model --compare int8,nf4,rtn,awq --json
       kvctl quantize ./model --kv fp8,int8,int4
-      kvctl quantize ./model --compare nf4,int8,awq --kv fp16,fp8,int8,int4 --gpu RTX4090 --ctx 32k
+      kvctl quantize ./model --compare nf4,int8,awq --kv plain,fp8,int8,int4 --gpu RTX4090 --ctx 32k
       kvctl quantize ./model --kv fp8 -o ./model-fp8-kv
     """
     import os
@@ -267,18 +267,19 @@ def quantize(
         calibration={"--calib": calib, "--calib-chat": calib_chat or None, "--calib-samples": calib_samples,
                      "--calib-length": calib_length, "--seed": seed},
     )  # fmt: skip
-    for way in ways:
-        settings.check(way)
+    if ways:
+        settings.check(ways)
     gate = options_quantize.read_gate(max_ppl_increase, min_top1)
     if dry_run and gate:
         raise UsageError("--dry-run measures nothing that a bound could be held against", hint="without --dry-run")
     if resume and (compare is not None or dry_run):
         raise UsageError("--resume goes on with a checkpoint", hint="--weights NAME -o DIR --resume")
-    context = options_quantize.read_context(ctx)
+    context = options_quantize.read_context(ctx, of=bool(kv or gpu))
     hardware = options.read_hardware(gpu, None, None, started=False, needed=False)
     options_quantize.need_packages(ways)
     exam = options_quantize.read_exam(tokens, text, device, caches.techniques, alone=alone)
     spec = own.read_model(model, [], source, revision)
+    settings, exam = options_quantize.within(spec, settings, exam, calib_length)
     notes = caches.notes(spec)
     signals.heed()
     from kvctl.weights import run

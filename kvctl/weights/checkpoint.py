@@ -113,6 +113,18 @@ def check_target(target: Path, source: Path, force: bool) -> None:
         raise KvctlError(f"cannot write {where}: its folder is read-only")
 
 
+def check_resumable(target: Path) -> None:
+    """Refuses to go on with nothing.
+
+    Raises:
+        UsageError: there is nothing.
+
+    """
+    if not (work_folder(target) / _JOURNAL).is_file():
+        raise UsageError(f"nothing of {jsonfile.plain(str(target))} is there to go on with",
+                         hint="start it without --resume")  # fmt: skip
+
+
 def work_folder(target: Path) -> Path:
     """Where work on a target goes on."""
     return target.with_name(f".{target.name}.kvctl-part")
@@ -134,9 +146,8 @@ class Work:
         """Of the run that began: what has to be the same for the same bytes, such as the number of threads."""
         self._key = key
         try:
-            if resume and not (self.folder / _JOURNAL).is_file():
-                raise UsageError(f"nothing of {jsonfile.plain(str(target))} is there to go on with",
-                                 hint="start it without --resume")  # fmt: skip
+            if resume:
+                check_resumable(target)
             self.folder.mkdir(exist_ok=True)
             self._lock = _locked(self.folder / _LOCK, target)
             if (self.folder / _OLD).is_dir() and not target.exists():

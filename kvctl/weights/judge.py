@@ -34,6 +34,8 @@ class Exam(Record):
     """What it computes in; None: as its checkpoint says."""
     kernels: bool = True
     """Whether gptqmodel's kernels run AWQ where they are installed."""
+    prompted: bool = False
+    """Whether the first half of each window is a prompt, which is not scored."""
     caches: tuple[str, ...] = ()
     """Techniques with which the second half of each window is read through a cache, and without one before them. Empty: each
     window is read in one pass, and all of it is scored."""
@@ -49,6 +51,13 @@ class Exam(Record):
             raise UsageError(f"{self.windows} windows of {self.length} tokens: at least one of two tokens is needed")
         if self.new_tokens < 0 or not self.prompt:
             raise UsageError("a prompt, and no fewer than 0 tokens after it, are needed")
+
+    def within(self, positions: int) -> Exam:
+        """The same number of tokens or a few more, in windows of at most so many."""
+        if self.length <= positions:
+            return self
+        wanted, scored = (length - 1 - self.prompted * (length // 2) for length in (self.length, positions))
+        return self.replace(length=positions, windows=-(-self.windows * wanted // max(scored, 1)))
 
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,28 +40,34 @@ class Settings(Record):
     length: int = 512
     seed: int = 0
 
-    def check(self, way: Way) -> None:
-        """Refuses what the format does not have.
+    def check(self, ways: Sequence[Way]) -> None:
+        """Refuses what none of the formats has.
 
         Raises:
             UsageError: it is asked for.
 
         """
-        ours = ("--skip", self.skip), ("--compute-dtype", self.compute), ("--int8-threshold", self.threshold)
-        own = (*(() if way.grouped else (("--group", self.group),)),
-               *(() if way.by else ours), *((("--dtype", self.dtype),) if way.backend else ()))  # fmt: skip
-        if way.grouped and not way.backend and self.dtype == "float32":
-            raise UsageError(f"--dtype fp32: readers of {way.name} know 16 bits", hint="fp16, bf16 or auto")
-        for option, value in own:
-            if value not in (None, ()):
-                raise UsageError(f"{option} is nothing for {way.name}", hint="leave it out")
+        takes = {
+            "--group": (self.group, [way for way in ways if way.grouped]),
+            "--skip": (self.skip, [way for way in ways if way.by]),
+            "--compute-dtype": (self.compute, [way for way in ways if way.by and way.name != "int8"]),
+            "--int8-threshold": (self.threshold, [way for way in ways if way.name == "int8"]),
+            "--dtype": (self.dtype, [way for way in ways if not way.backend]),
+        }
+        narrow = next((way.name for way in ways if way.grouped and not way.backend), None)
+        if narrow is not None and self.dtype == "float32":
+            raise UsageError(f"--dtype fp32: readers of {narrow} know 16 bits", hint="fp16, bf16 or auto")
+        for option, (value, takers) in takes.items():
+            if value not in (None, ()) and not takers:
+                raise UsageError(
+                    f"{option} is nothing for {', '.join(way.name for way in ways)[:80]}", hint="leave it out"
+                )
 
 
 class Making:
     """A format, of the model in a folder of safetensors."""
 
     def __init__(self, way: Way, source: Path, settings: Settings, samples: Samples | None = None) -> None:
-        settings.check(way)
         self.way, self.source, self.settings = way, source, settings
         self.samples = samples
         """What it is searched on; None: not drawn yet."""
@@ -135,9 +141,14 @@ class _Bitsandbytes(Making):
         from kvctl.weights import bnb
 
         given, kind = self.settings, self.way.name.removesuffix("-dq")
-        more = {} if given.threshold is None else {"threshold": given.threshold}
+        more = {} if given.threshold is None or kind != "int8" else {"threshold": given.threshold}
         return bnb.Settings(
-            kind, self.way.name.endswith("-dq"), given.compute, skip=given.skip, dtype=given.dtype, **more
+            kind,
+            self.way.name.endswith("-dq"),
+            None if kind == "int8" else given.compute,
+            skip=given.skip,
+            dtype=given.dtype,
+            **more,
         )
 
     def plan(self) -> Row:
@@ -153,8 +164,6 @@ class _Bitsandbytes(Making):
     def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
         from kvctl.weights import bnb
 
-        if resume:
-            raise UsageError(f"--resume: {self.way.name} is made in one go", hint="start it without --resume")
         bnb.make(
             self.source, target, self._own(), force=force, finish=lambda folder: finish(folder, {}),
             progress=lambda step: tell(step.stage, step.done, step.of),
@@ -195,8 +204,6 @@ class _Backend(Making):
     def make(self, target: Path, *, resume: bool, force: bool, finish: Finish, tell: Tell) -> None:
         from kvctl.weights.backends import make as backends
 
-        if resume:
-            raise UsageError(f"--resume: {self.way.backend} works in one go", hint="start it without --resume")
         given = self.settings
         asked = backends.Settings(
             self.way.backend, self.way.name, given.group, given.samples, given.length, given.seed, given.calibration

@@ -37,10 +37,15 @@ class Gate(Record):
             return []
         out = []
         if self.most_change is not None and not found.perplexity_change.value <= self.most_change:
-            out.append(f"perplexity {found.perplexity_change.value:+.2f}%, and {self.most_change:g}% are allowed")
+            out.append(f"perplexity {_signed(found.perplexity_change.value)}%, and {self.most_change:g}% are allowed")
         if self.least_top1 is not None and not 100 * found.top1.value >= self.least_top1:
             out.append(f"top-1 {found.top1.value:.1%}, and {self.least_top1:g}% are asked for")
         return out
+
+
+def _signed(value: float) -> str:
+    """With as many digits as show that it is not nothing."""
+    return f"{value:+.2f}" if abs(value) >= 0.01 or not value else f"{value:+.1g}"
 
 
 class Cell(Record):

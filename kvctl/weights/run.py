@@ -160,12 +160,14 @@ class _Run:
         """What formats are searched on: all on the same."""
 
     def run(self) -> QuantizeReport:
-        from kvctl.weights.checkpoint import check_target, work_folder
+        from kvctl.weights.checkpoint import check_resumable, check_target, work_folder
 
         ask, interrupted = self.ask, False
         ask.check()
         if ask.target is not None:
             check_target(ask.target, ask.source, ask.force)
+            if ask.resume:
+                check_resumable(ask.target)
         with self.stack:
             place = ask.target.parent if ask.target is not None else Path(tempfile.gettempdir())
             _sweep(place)

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.measure.faults import NotFinite
@@ -111,7 +111,7 @@ def score(
                 part = given[at : at + _ROWS]
                 true = torch.tensor(window[first + at : first + at + len(part)])
                 if out is not None:
-                    out.write(memoryview(part.contiguous().view(-1).view(torch.uint8).numpy()))
+                    _write(out, part)
                 losses += _compare(part, true, None if read is None else read(len(part)), number, scores)
     mean = sum(losses) / len(losses)
     perplexity = float(torch.tensor(mean, dtype=torch.float64).exp())
@@ -136,6 +136,17 @@ def _compare(
         for row in zip(of_plain.tolist(), right.tolist(), kl.tolist(), agrees.tolist(), strict=True):
             scores.add(window, *row)
     return [-value for value in right.tolist()]
+
+
+def _write(out: BinaryIO, part: torch.Tensor) -> None:
+    import torch
+
+    try:
+        out.write(memoryview(part.contiguous().view(-1).view(torch.uint8).numpy()))
+        out.flush()
+    except OSError as error:
+        raise KvctlError(f"cannot write down what the original says: {(error.strerror or str(error)).lower()}",
+                         hint="more room for temporary files or beside the target, or fewer --tokens") from None  # fmt: skip
 
 
 def _check_disk(folder: Path, logits: torch.Tensor, windows: int) -> None:

@@ -26,6 +26,11 @@ class Way(Record):
         return self.grouped or self.calibrated
 
     @property
+    def resumes(self) -> bool:
+        """Whether work on it can be gone on with."""
+        return not self.by and not self.backend
+
+    @property
     def looks(self) -> bool:
         """Whether it is at least held against a text: all but bitsandbytes' formats are."""
         return not self.by
