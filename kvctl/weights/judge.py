@@ -29,6 +29,8 @@ class Exam(Record):
     """Tokens of a window; all but the first are scored."""
     prompt: str = PROMPT
     new_tokens: int = 32
+    positions: int | None = None
+    """That the model has, where that is known."""
     device: str = "cpu"
     dtype: str | None = None
     """What it computes in; None: as its checkpoint says."""
@@ -55,9 +57,9 @@ class Exam(Record):
     def within(self, positions: int) -> Exam:
         """The same number of tokens or a few more, in windows of at most so many."""
         if self.length <= positions:
-            return self
+            return self.replace(positions=positions)
         wanted, scored = (length - 1 - self.prompted * (length // 2) for length in (self.length, positions))
-        return self.replace(length=positions, windows=-(-self.windows * wanted // max(scored, 1)))
+        return self.replace(positions=positions, length=positions, windows=-(-self.windows * wanted // max(scored, 1)))
 
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields}

@@ -84,6 +84,8 @@ class Caches:
     def _rate(self) -> float | None:
         """Tokens a second behind the first prompt; None of fewer than two."""
         count = self.exam["new_tokens"]
+        if self.exam["positions"] is not None:
+            count = min(count, self.exam["positions"] - self.prompt)
         if count < 2:
             return None
         passes = self.passes

@@ -318,12 +318,14 @@ def _generate(model: Any, prompt: list[int], exam: Mapping[str, Any]) -> tuple[l
     """The likeliest tokens after the prompt, and how many a second came after the first of them."""
     import torch
 
-    if not exam["new_tokens"] or not prompt:
+    room = exam["new_tokens"] if exam["positions"] is None else exam["positions"] - len(prompt)
+    count = min(exam["new_tokens"], room)
+    if count < 1 or not prompt:
         return [], None
     clock = _Clock()
     given = torch.tensor([prompt], device=exam["device"])
     out = model.generate(
-        given, attention_mask=torch.ones_like(given), do_sample=False, num_beams=1, max_new_tokens=exam["new_tokens"],
+        given, attention_mask=torch.ones_like(given), do_sample=False, num_beams=1, max_new_tokens=count,
         streamer=clock, pad_token_id=0, use_cache=True,
     )  # fmt: skip
     ids = [int(one) for one in out[0, len(prompt) :]]
