@@ -169,6 +169,10 @@ QUANTIZE_COLUMNS = {
     "top-1": "Share of tokens for which both find the same token likeliest.",
     "tokens/s": "While generating, in the process that judged it: of one sequence, by transformers on this machine.",
     "*": "No other format has less divergence in fewer bytes.",
+    "cache": "With --kv: the format of the KV cache; plain is the model's own dtype. Each row is then one format with one.",
+    "cache at N": "Bytes of one sequence of --ctx tokens; both adds the weights.",
+    "longest": "With --gpu: tokens of the longest request that fits, by transformers' rules; + where the model ends before.",
+    "requests": "With --gpu: requests of --ctx tokens that fit at once.",
 }
 
 # -- commands --------------------------------------------------------------------------------
