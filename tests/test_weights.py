@@ -345,5 +345,7 @@ def test_what_vllm_takes_of_bitsandbytes(
     assert loads == ([] if said is None else [said + (", not on 2" if ranks == 2 else "")])
     assert any("how engines hold bitsandbytes weights is not known" in line for line in found["warnings"])
     assert not any("0.32" in line for line in found["warnings"])
-    asked = kvctl("size", "llama-3.1-8b", "--weights-dtype", "nf4", "--engine", f"vllm{version}", "--json").json["results"][0]
+    asked = kvctl("size", "llama-3.1-8b", "--weights-dtype", "nf4", "--engine", f"vllm{version}", "--json").json[
+        "results"
+    ][0]
     assert [line for line in asked["warnings"] if "loads" in line] == ([] if said is None else [said])
