@@ -7,7 +7,7 @@ import gc
 import pytest
 from conftest import measured_cases
 
-from kvctl.errors import KvctlError
+from kvctl.errors import ConfigError, KvctlError
 from kvctl.formats import model_dtype
 from kvctl.model import build_spec
 from kvctl.sources import Found
@@ -22,6 +22,7 @@ from kvctl.measure.load import Wanted, load  # noqa: E402
 from kvctl.measure.points import texts  # noqa: E402
 from kvctl.measure.run import Now  # noqa: E402
 from kvctl.techniques import parse  # noqa: E402
+from kvctl.techniques.states import applied  # noqa: E402
 
 pytestmark = pytest.mark.engine
 gc.collect()
@@ -67,6 +68,16 @@ def test_bytes_or_a_reason(name: str) -> None:
         assert row.agrees is True, row
         assert row.ratio is not None
         assert row.ratio > 1
+
+
+def test_indexers_are_refused_by_the_configuration() -> None:
+    """transformers keeps what an indexer picks from in a layer of its own kind: said before a model is built."""
+    spec = build_spec(Found("model", MODELS["qwen4_exp"]["config"], Provenance("local", "model")))
+    with pytest.raises(
+        ConfigError, match="works on keys and values of full attention, and its layers keep an indexer's"
+    ):
+        applied(spec, parse("int8"), "transformers")
+    applied(spec, parse("int8"), "")  # what the architecture needs is known
 
 
 @pytest.mark.parametrize("technique", ["h2o:1000", "paged:block=4"])
