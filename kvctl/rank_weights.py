@@ -168,6 +168,11 @@ def stages_of(layers: int, split: Split) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
+def _of_bitsandbytes() -> ConfigError:
+    return ConfigError("how engines hold bitsandbytes weights is not known to kvctl",
+                       hint="without parallel sizes, the total is known")  # fmt: skip
+
+
 class _Cut:
     """What of a configuration and of neighbouring tensors the cuts depend on."""
 
@@ -208,6 +213,8 @@ class _Cut:
             self.tensors = tuple(tensor for tensor in self.tensors if tensor.name != "lm_head.weight")
         self.shapes = {tensor.name: tensor.shape for tensor in self.tensors}
         facts = facts_of(config) or {}
+        if facts.get("quant_method") == "bitsandbytes":
+            raise _of_bitsandbytes()  # before packed layers, which are one column wide, are cut
         if facts.get("desc_act"):
             raise ConfigError("how vLLM shards GPTQ with activation order (desc_act) is not known to kvctl")
         block = facts.get("weight_block_size")
@@ -240,7 +247,7 @@ class _Cut:
             # All experts of a layer in one tensor, named like a layer and not ".weight".
             name, part = next((n, part.removeprefix(n).lstrip("_") or "weight") for n in _EXPERTS if part.startswith(n))
         if part.startswith(_BITSANDBYTES) or "quant_state" in part:
-            raise ConfigError("vLLM 0.32 loads no bitsandbytes weights", hint="drop --tensor-parallel-size")
+            raise _of_bitsandbytes()
         if part in ("e_score_correction_bias", "expert_bias"):
             return tensor.bytes * tensor.each
         if name == "gate" and part == "weight" and self.type in _WIDE_ROUTERS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvctl.sources.jsonfile import plain
 from kvctl.units import format_bytes, format_seconds, plural
 from kvctl.words import one_line
 
@@ -171,7 +172,7 @@ def _lines(report: QuantizeReport, row: Row) -> list[str]:
     if row.folder is not None and not report.dry:
         peak = "" if row.peak_bytes is None else f", {format_bytes(row.peak_bytes)} of memory at its most"
         took = "" if row.seconds is None else f", made in {format_seconds(row.seconds)}"
-        out.append(f"{row.folder}: complete, reloaded and measured{took}{peak}")
+        out.append(f"{plain(str(row.folder))}: complete, reloaded and measured{took}{peak}")
     return out
 
 
@@ -289,7 +290,9 @@ def _cache_lines(part: KvPart) -> list[str]:
     if part.written is not None:
         sure = "less than 1.0 costs" + ("" if part.sure else ", though by no more than chance may do")
         which = (part.which or "").removeprefix("fp8, ")
-        out.append(f"{part.written}: {part.tensors} scales ({which}), read back as written; they cost {sure}")
+        out.append(
+            f"{plain(str(part.written))}: {part.tensors} scales ({which}), read back as written; they cost {sure}"
+        )
     for name, engine, flags, warnings in part.uses:
         out.append(f"{name} in {engine}: {' '.join(flags) or 'follows from the checkpoint'}")
         out += [f"warning: {warning}" for warning in warnings]

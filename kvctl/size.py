@@ -319,6 +319,8 @@ def _scheme(plan: SizePlan, half: str) -> str | None:
 
 def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str]) -> WeightsInfo | None:
     """The weights as they are stored; by rank and in another format where that is asked."""
+    if plan.engine.name == "vllm":
+        warnings += _loaded_by_vllm(spec, plan)
     estimate = plan.hardware is not None and (spec.weights is None or spec.weights.bytes is None)
     if not needs_tensors(plan) and not (estimate and spec.provenance.source != "shape"):
         if spec.weights is None:
@@ -332,6 +334,24 @@ def _weights(spec: ModelSpec, plan: SizePlan, dtype: DType, warnings: list[str])
     on_hardware = plan.hardware is not None and plan.engine.splits
     assume = plan.hardware is not None and plan.serving.kv_budget is None and spec.provenance.source != "shape"
     return weigh.weigh(spec, _split(plan), dtype, plan.weights_dtype, warnings, by_rank=on_hardware, assume=assume)
+
+
+def _loaded_by_vllm(spec: ModelSpec, plan: SizePlan) -> list[str]:
+    """What a version needs for bitsandbytes' formats, which it took out in 0.28 (kvctl.weights.ways has the source)."""
+    from kvctl.engines.versions import dotted
+    from kvctl.engines.vllm.rules import minor_of
+
+    name = plan.weights_dtype
+    packed = _stored_in(spec) if name is None else name.lower()
+    if packed not in ("bitsandbytes", "int8", "nf4", "nf4-dq", "fp4"):
+        return []
+    version = minor_of(plan.engine.version)
+    if version < (0, 28):
+        return []
+    tensor, pipeline, *_ = _split(plan)
+    count = tensor * pipeline
+    one = "on one rank" if count == 1 else f"on one rank, not on {count}"
+    return [f"vLLM {dotted(version)} loads bitsandbytes weights through vllm-bnb-plugin alone, {one}"]
 
 
 def _check_weights_dtype(plan: SizePlan) -> None:

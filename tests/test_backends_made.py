@@ -21,6 +21,7 @@ library = pytest.importorskip("safetensors.torch")
 from kvctl.weights.awq.make import Settings as Own  # noqa: E402
 from kvctl.weights.awq.make import make as own_make  # noqa: E402
 from kvctl.weights.backends import environments, process, table  # noqa: E402
+from kvctl.weights.backends.compare import Compared, refuse_worse  # noqa: E402
 from kvctl.weights.backends.make import Settings, link_old, make  # noqa: E402
 from kvctl.weights.backends.packed import LAYOUTS, Decoded  # noqa: E402
 from kvctl.weights.backends.table import Backend, Format, Size  # noqa: E402
@@ -99,6 +100,26 @@ def test_nearest_is_near(name: str) -> None:
         # Three bits of mantissa: a relative step of 1/8 to 1/16; one bit: of 1/2 to 1/4.
         worst = {"fp8": 2.0**-4, "fp8-static": 2.0**-4, "nvfp4": 0.25, "mxfp4": 0.34}[name]
         assert 0 < float(error.sqrt()) < worst * float(weight.square().mean().sqrt())
+
+
+def test_nearest_rounds_in_the_models_dtype() -> None:
+    # In bfloat16: 191 / 127.5 is 1.498, stored as 1.5; 134 / 1.5 is 89.33, of which 89.5 is left, and the even code is 90:
+    # 135. In float32: 134 / 1.498 is 89.45, and 89 of 191 / 127.5 are 133.325.
+    weight = torch.tensor([[191.0, 134.0]])
+    found = LAYOUTS["int8-w8a8"].nearest(weight.bfloat16(), 0)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[190.5, 135.0]]
+    assert LAYOUTS["int8-w8a8"].nearest(weight, 0)[0].tolist() == pytest.approx([127 * 191 / 127.5, 133.3255], rel=1e-6)
+    # FP8: 191 / 448 is 0.42634, in bfloat16 0.42578; 134 / 0.42578 is 314.7, in bfloat16 314, in steps of 32 320.
+    assert LAYOUTS["fp8"].nearest(weight.bfloat16(), 0)[0, 1] == 320 * 0.42578125
+
+
+@pytest.mark.parametrize(("calibrated", "hint"), [(True, "more samples"), (False, "it looks at no samples")])
+def test_what_helps_where_a_result_is_worse(calibrated: bool, hint: str) -> None:
+    with pytest.raises(KvctlError, match=r"llm-compressor's fp8 is worse than rounding to nearest") as caught:
+        refuse_worse("llm-compressor's fp8", Compared((2.0,), (1.0,)), 1.02, calibrated=calibrated)
+    assert hint in str(caught.value.hint)
+    refuse_worse("llm-compressor's fp8", Compared((1.01,), (1.0,)), 1.02, calibrated=calibrated)
 
 
 def test_shapes_and_dtypes_are_checked(tmp_path: Path) -> None:
@@ -253,3 +274,19 @@ def test_real_ones(name: str, form: str, tmp_path: Path) -> None:
     made = make(source, tmp_path / "out", Settings(name, form, **CALIBRATION))
     assert made.packed == 7
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("form", ["fp8", "fp8-static", "int8-w8a8"])
+def test_eight_bits_are_rounded_as_here(form: str, dtype: str, tmp_path: Path) -> None:
+    """A narrow model in each dtype: llm-compressor's own result is rounding to nearest, in the dtype that it works in."""
+    if environments.state("llm-compressor").status != "installed":
+        pytest.skip("llm-compressor's environment is not installed")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    source = tmp_path / "model"
+    awq_models.model("llama", **sizes).to(getattr(torch, dtype)).save_pretrained(source)
+    awq_models.tokenizer(awq_models.model("llama", **sizes).config.vocab_size).save_pretrained(source)
+    compared = make(source, tmp_path / "out", Settings("llm-compressor", form, **CALIBRATION)).compared
+    assert compared.error == pytest.approx(compared.plain_error, rel=1e-3)

@@ -179,6 +179,31 @@ def test_another_dtype(llama: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
 
 
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "nf4", "fp4"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+def test_weights_are_rounded_before_they_are_packed(
+    llama: Path, tmp_path: Path, kind: str, double: bool, stored: str, dtype: str | None
+) -> None:
+    """Held against torch's own rounding: a block's largest is that of the rounded weights, and the check takes it."""
+    if kind == "int8" and double:
+        pytest.skip("double quantization belongs to 4 bits")
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(llama)).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path / "model")
+    make(tmp_path / "model", tmp_path / "out", Settings(kind, double=double, dtype=dtype))
+    found = bnb_verify.check(tmp_path / "out", tmp_path / "model")
+    assert found.farthest is not None
+    assert 0.9 < found.farthest <= 1.02
+    name = "model.layers.1.mlp.up_proj"
+    weight = model.get_submodule(name).weight.detach().to(getattr(torch, dtype or stored))
+    tensors = library.load_file(tmp_path / "out" / "model.safetensors")
+    if kind == "int8":
+        assert torch.equal(tensors[f"{name}.SCB"], weight.half().float().abs().amax(1))
+    elif not double:
+        assert torch.equal(tensors[f"{name}.weight.absmax"], weight.float().reshape(-1, 64).abs().amax(1))
+
+
 @pytest.mark.parametrize("twin", ["same", "other", "alone"])
 def test_tied_embeddings_are_stored_once(twin: str, tmp_path: Path) -> None:
     source = _model(tmp_path / "model", tie_word_embeddings=True)

@@ -62,6 +62,44 @@ def test_forms_of_files(tmp_path: Path) -> None:
         assert [row.parts[0].strip() for row in read(tmp_path, data, name).rows] == ["One.", "Two."], name
 
 
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\udbff\\ud83d", "\\ude00\\ud83d"])
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path, half: str) -> None:
+    """JSON may escape them, and no tokenizer takes them; a pair (U+1F600) and an escaped backslash stay what they are."""
+    count = half.count("\\u")
+    text = f"a{half}b\\ud83d\\ude00 \\\\ud800"
+    wanted = "a" + "\ufffd" * count + "b\U0001f600 \\ud800"
+    forms = {
+        "text": f'"{text}"', "messages": f'[{{"role": "user", "content": "{text}"}}]',
+        "conversations": f'[{{"from": "human", "value": "{text}"}}]',
+    }  # fmt: skip
+    data = "\n".join(f'{{"{name}": {value}}}' for name, value in forms.items())
+    data += f'\n{{"prompt": "{text}", "completion": "{text}"}}'
+    array = "[" + data.replace("\n", ",") + "]"
+    for name, content in (("a.jsonl", data), ("b.json", array), ("c.jsonl.gz", data)):
+        packed = content.encode() if not name.endswith("gz") else gzip.compress(content.encode())
+        found = read(tmp_path, packed, name).rows
+        assert found[0].parts == (wanted,)
+        assert [row.messages[0]["content"] for row in found[1:3]] == [wanted] * 2
+        assert found[3].parts == (wanted, wanted)
+
+
+def test_calls_of_tools(tmp_path: Path) -> None:
+    """OpenAI's form: no content, and arguments that are JSON in a string, which templates take as an object."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "\\ud800"}'}}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "3"},
+            {"role": "assistant", "content": "Three", "tool_calls": None}]  # fmt: skip
+    (row,) = read(tmp_path, lines({"messages": chat})).rows
+    object_ = call | {"function": {"name": "add", "arguments": {"a": 1, "b": "\ufffd"}}}
+    assert list(row.messages) == [
+        CHAT[0], {"role": "assistant", "content": "", "tool_calls": [object_]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"}, {"role": "assistant", "content": "Three"},
+    ]  # fmt: skip
+    for odd in ("x", [3], [{"function": {"arguments": "{"}}]):
+        (row,) = read(tmp_path, lines({"messages": [{"role": "assistant", "tool_calls": odd}]})).rows
+        assert row.messages[0]["tool_calls"] == odd
+
+
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -321,6 +359,32 @@ def test_chats_that_a_template_refuses_are_counted(model: Path, tmp_path: Path) 
     assert (found.facts["rows"], found.facts["rows_left_out"]) == (1, 2)
     with pytest.raises(ConfigError, match="refuses all rows: no system"):
         sample(model, tmp_path, lines(odd, odd), 1, 20)
+
+
+def test_templates_have_calls_of_tools_or_leave_them_out(model: Path, tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    odd = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    knows = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.a }}={{ m.content }};{% endfor %}"
+    (model / "chat_template.jinja").write_text(knows)
+    found = sample(model, tmp_path, lines(odd), 1, 3)
+    assert found.ids.tolist() == [ids("1=;")]
+    refuses = "{% if messages[0].tool_calls %}{{ raise_exception('no tools') }}{% endif %}" + TEMPLATE
+    (model / "chat_template.jinja").write_text(refuses)
+    found = sample(model, tmp_path, lines(odd, {"messages": CHAT}), 1, 20)
+    assert (found.facts["rows"], found.facts["rows_left_out"]) == (1, 1)
+
+
+def test_a_packed_text_is_unpacked(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress(b"abcdef"))
+    assert calibration.draw(model, Wanted(str(path)), 1, 6, 0).ids.tolist() == [ids("abcdef")]
+    path.write_bytes(gzip.compress(b"a" * 1000)[:20])
+    with pytest.raises(SourceError, match=r"text\.txt\.gz is a gzip file that is damaged"):
+        calibration.read(path)
+    monkeypatch.setattr(rows, "LONGEST", 999)
+    path.write_bytes(gzip.compress(b"a" * 1000))
+    with pytest.raises(UsageError, match="has more than 0 MB"):
+        calibration.read(path)
 
 
 def test_a_first_token_stands_at_the_head_of_samples_alone(model: Path, tmp_path: Path) -> None:

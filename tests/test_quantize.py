@@ -216,6 +216,14 @@ def test_a_bound_that_is_broken(kvctl: Run, folder: Path, tmp_path: Path) -> Non
 
 
 @torch_only
+def test_a_target_with_a_line_break_is_spelled_out(kvctl: Run, folder: Path, tmp_path: Path) -> None:
+    outcome = kvctl("quantize", str(folder), "--weights", "rtn", "-o", str(tmp_path / "one\ntwo"), *QUICK)
+    assert outcome.code == 0, outcome.err
+    assert f"{tmp_path}/one\\ntwo: complete" in outcome.out
+    assert (tmp_path / "one\ntwo" / "config.json").is_file()
+
+
+@torch_only
 def test_what_is_there_is_not_replaced_unasked(kvctl: Run, folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()

@@ -6,10 +6,12 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -320,3 +322,30 @@ def test_strange_values_end_in_one_line(entry: dict[str, Any], data: st.DataObje
 def test_too_many_ranks() -> None:
     with pytest.raises(UsageError, match="1,048,576 ranks"):
         per_rank(parameters(TINY), TINY, Split(2**20))
+
+
+@pytest.mark.parametrize(("version", "said"), [
+    # vLLM's pull request 43529 took bitsandbytes out in 0.28; vllm-bnb-plugin 0.0.3 refuses packed weights on several ranks.
+    ("", "vLLM 0.33 loads bitsandbytes weights through vllm-bnb-plugin alone, on one rank"),
+    ("@0.28", "vLLM 0.28 loads bitsandbytes weights through vllm-bnb-plugin alone, on one rank"),
+    ("@0.27", None),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_vllm_takes_of_bitsandbytes(
+    kvctl: Callable[..., Outcome], version: str, said: str | None, ranks: int
+) -> None:
+    facts = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    model = {
+        "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256,
+        "num_key_value_heads": 2, "vocab_size": 512, "torch_dtype": "bfloat16", "quantization_config": facts,
+    }  # fmt: skip
+    options = ["--engine", f"vllm{version}", "--gpu", "h100", "--tensor-parallel-size", str(ranks), "--json"]
+    found = kvctl("size", "-", *options, stdin=json.dumps(model)).json["results"][0]
+    loads = [line for line in found["warnings"] if "loads" in line]
+    assert loads == ([] if said is None else [said + (", not on 2" if ranks == 2 else "")])
+    assert any("how engines hold bitsandbytes weights is not known" in line for line in found["warnings"])
+    assert not any("0.32" in line for line in found["warnings"])
+    asked = kvctl("size", "llama-3.1-8b", "--weights-dtype", "nf4", "--engine", f"vllm{version}", "--json").json[
+        "results"
+    ][0]
+    assert [line for line in asked["warnings"] if "loads" in line] == ([] if said is None else [said])

@@ -7,7 +7,13 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kvctl.errors import ConfigError
 from kvctl.techniques import attention
@@ -347,6 +353,43 @@ class TechniqueLayer(CacheLayerMixin):  # type: ignore[misc]
             self.policy.reorder(beams)
 
 
+class _WithStates(LinearAttentionLayer):  # type: ignore[misc]
+    """Recurrent states and convolutions beside the keys and values of the class that follows in the order of bases."""
+
+    supports_early_init = False
+    is_croppable = False
+
+    def __init__(self, number_of_states: int, *args: Any, **kwargs: Any) -> None:
+        super(LinearAttentionCacheLayerMixin, self).__init__(*args, **kwargs)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, which come by place, or of a state, which comes by name."""
+        if args:
+            super(LinearAttentionCacheLayerMixin, self).lazy_initialization(*args)
+        else:
+            super().lazy_initialization(**kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        super(LinearAttentionCacheLayerMixin, self).reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        super(LinearAttentionCacheLayerMixin, self).reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super(LinearAttentionCacheLayerMixin, self).crop(tokens_to_remove)
+
+
+class TechniqueLayerWithStates(_WithStates, TechniqueLayer):
+    """Of layers that run attention and a recurrence side by side."""
+
+
+class PagedLayerWithStates(_WithStates, PagedLayer):
+    """The same, of a paged cache."""
+
+
 def equipped(cache: Any, model: Any, technique: Technique, indexes: Collection[int], pages: Pages | None = None) -> Any:
     """`cache` with the layers at `indexes`, which hold keys and values of full attention, as `technique` has them; of a
     paged one, `pages` instead of a pool that grows.
@@ -364,13 +407,17 @@ def equipped(cache: Any, model: Any, technique: Technique, indexes: Collection[i
         pages = Pages(technique.paging.block)
     first = min(indexes, default=0)
     for index in indexes:
-        if type(layers[index]) is not DynamicLayer:
-            raise ConfigError(f"{technique.name}: layer {index} of {type(model).__name__} keeps a {type(layers[index]).__name__}",
-                              hint="techniques work on layers that keep nothing but keys and values")  # fmt: skip
+        now = layers[index]
+        states: tuple[int, ...] = ()
+        if type(now) is LinearAttentionAndFullAttentionLayer:
+            states = (now.number_of_states,)
+        elif type(now) is not DynamicLayer:
+            raise ConfigError(f"{technique.name}: layer {index} of {type(model).__name__} keeps a {type(now).__name__}",
+                              hint="techniques work on layers that keep keys and values of full attention")  # fmt: skip
         if pages is not None:
-            layers[index] = PagedLayer(pages, leads=index == first)
+            paged: Any = PagedLayerWithStates if states else PagedLayer
+            layers[index] = paged(*states, pages, leads=index == first)
             continue
-        layers[index] = TechniqueLayer(
-            technique.store_at(index), technique.keep, Place(index, len(layers)), model, rope
-        )
+        kind: Any = TechniqueLayerWithStates if states else TechniqueLayer
+        layers[index] = kind(*states, technique.store_at(index), technique.keep, Place(index, len(layers)), model, rope)
     return cache

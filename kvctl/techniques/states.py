@@ -87,6 +87,8 @@ def applied(spec: ModelSpec, technique: Technique, engine: str) -> ModelSpec:
     made: dict[tuple[int, Place, bool], Layer] = {}
     layers, left, changed = [], set[str](), False
     for index, layer in enumerate(spec.layers):
+        if engine == "transformers":
+            _check_indexers(spec, layer.states_in(engine), technique)
         place = Place(index, len(spec.layers)) if technique.by_layer else Place()
         key = (id(layer), place, changed)
         if key not in made:
@@ -103,6 +105,13 @@ def applied(spec: ModelSpec, technique: Technique, engine: str) -> ModelSpec:
     if left:
         notes.append(f"{technique.name} leaves {', '.join(sorted(left))} as they are")
     return spec.replace(layers=tuple(layers), notes=tuple(notes))
+
+
+def _check_indexers(spec: ModelSpec, states: Sequence[LayerState], technique: Technique) -> None:
+    """Refuses attention over the tokens that an indexer picks, whose cache in transformers is no technique's."""
+    if any(isinstance(state, FullAttention) for state in states) and any(state.kind == "indexer" for state in states):
+        raise ConfigError(f"{spec.id}: {technique.name} works on keys and values of full attention, and its layers keep an indexer's beside them",
+                          hint=Hint("--engine ideal predicts the bytes", "size", otherwise="it holds what an indexer picks from"))  # fmt: skip
 
 
 def _state(

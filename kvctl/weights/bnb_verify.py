@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _WRONG = "the file is not what was written: quantize again"
+_DTYPES = ("float16", "bfloat16", "float32")
 _AT_ONCE = 2**22
 """Weights that are compared at a time."""
 _SLACK = 1.02
@@ -63,6 +64,7 @@ class _Check:
         self.source = Source(folder, safetensors.named_files(folder))
         self.kind = "int8" if facts.get("load_in_8bit") else str(facts.get("bnb_4bit_quant_type"))
         self.double = bool(facts.get("bnb_4bit_use_double_quant"))
+        self.dtype = str(config.get("torch_dtype") or config.get("dtype"))
         built = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
         del built.quantization_config
         settings = {
@@ -141,7 +143,7 @@ class _Check:
             weight = before.read(f"{name}.weight")
             if self.places.linears[module].source_cls is not torch.nn.Linear:
                 weight = weight.T  # a Conv1D's lies the other way round
-            far = max(self._far(name, weight.contiguous()))
+            far = min(max(self._far(name, rounded.contiguous())) for rounded in self._rounded(name, weight))
             if not far <= _SLACK:
                 raise SourceError(f"{name} does not stand for the original's weights", hint=_WRONG)
             most = max(most, far)
@@ -151,6 +153,18 @@ class _Check:
             ):
                 raise SourceError(f"{name} is not the original's", hint=_WRONG)
         return most
+
+    def _rounded(self, name: str, weight: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A weight in what it may have been rounded to before it was packed: of 4 bits the words beside it tell."""
+        import torch
+
+        own = str(weight.dtype).removeprefix("torch.")
+        if self.kind == "int8":
+            kinds = [own, self.dtype]  # what is in float32 beside 16 bits stays so
+        else:
+            kinds = [str(reference.words(self._parts(name)[f"quant_state.bitsandbytes__{self.kind}"]).get("dtype"))]
+        for kind in dict.fromkeys(kind if kind in _DTYPES else own for kind in kinds):
+            yield weight.to(getattr(torch, kind))
 
     def _far(self, name: str, weight: torch.Tensor) -> Iterator[float]:
         """How far some weights at a time are from what they should be, in what rounding may do."""

@@ -93,10 +93,11 @@ def _check_file(path: Path) -> str:
 
 
 def read(path: Path | None = None) -> str:
-    """A text file, or the text that comes with kvctl (data/texts/README.md says from where).
+    """A text file, also packed with gzip, or the text that comes with kvctl (data/texts/README.md says from where).
 
     Raises:
         UsageError: it is not there, no text, or longer than 100 MB.
+        SourceError: what is packed is damaged.
 
     """
     if path is None:
@@ -105,10 +106,10 @@ def read(path: Path | None = None) -> str:
     try:
         if not path.is_file():
             raise UsageError(f"{where} is no file", hint="give a text file in UTF-8")
-        with path.open("rb") as file:
-            data = file.read(rows.LONGEST + 1)
     except OSError as error:
         raise UsageError(jsonfile.unreadable(where, error).message, hint="give a text file in UTF-8") from None
+    with rows.opened(path, where) as file:
+        data = file.read(rows.LONGEST + 1)
     if len(data) > rows.LONGEST:
         raise UsageError(f"{where} has more than {rows.LONGEST // 10**6} MB", hint="a few hundred kilobytes are enough")
     try:

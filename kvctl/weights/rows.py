@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -31,7 +32,12 @@ _Found = Generator[tuple[str, dict[str, Any]], None, None]
 """Objects, each with where it is."""
 _KNOWN = "rows have messages, conversations, prompt and completion, or text"
 
-Message = Mapping[str, str]
+_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
+"""Half of a surrogate pair, escaped, which JSON allows and no tokenizer takes; also found where a backslash is escaped."""
+
+Message = Mapping[str, Any]
+""" "role" and "content", texts, and of tools what `_TOOLS` names."""
+_TOOLS = ("tool_calls", "tool_call_id", "name")
 
 
 class Row(Record):
@@ -44,7 +50,9 @@ class Row(Record):
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.parts)) + sum(len(message["content"]) for message in self.messages)
+        return sum(map(len, self.parts)) + sum(
+            len(message["content"]) + len(str(message.get("tool_calls", ""))) for message in self.messages
+        )
 
     def chat(self) -> list[Message]:
         """As messages: a text is a user's turn, a pair that and the answer."""
@@ -143,10 +151,27 @@ def _message(fields: Mapping[str, Any], at: str) -> Message:
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         content = "".join(texts) if len(texts) == len(parts) else None
+    tools = {name: fields[name] for name in _TOOLS if fields.get(name)}
+    if isinstance(tools.get("tool_calls"), list):
+        tools["tool_calls"] = [_call(call) for call in tools["tool_calls"]]
+    if content is None and "tool_calls" in tools:
+        content = ""  # as templates that know nothing of tools can write it
     if not isinstance(role, str) or not isinstance(content, str):
         raise SourceError(f"{at} has a message without a role or a text",
                           hint='{"role": "user", "content": "…"}, or {"from": "human", "value": "…"}')  # fmt: skip
-    return {"role": _ROLES.get(role, role), "content": content}
+    return {"role": _ROLES.get(role, role), "content": content, **tools}
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool, its arguments as an object, as templates take them: OpenAI's are JSON in a string."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = _loaded(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _kind(value: Any) -> str:
@@ -163,7 +188,7 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def _opened(path: Path, where: str) -> Iterator[BinaryIO]:
+def opened(path: Path, where: str) -> Iterator[BinaryIO]:
     """A file's content, unpacked where it is a gzip file.
 
     Raises:
@@ -189,7 +214,7 @@ def _opened(path: Path, where: str) -> Iterator[BinaryIO]:
 
 def _json(path: Path, where: str) -> _Found:
     """Objects of a JSON array, or of JSON Lines."""
-    with _opened(path, where) as file:
+    with opened(path, where) as file:
         start = file.read(4096)
         file.seek(0)
         if not start:
@@ -231,7 +256,7 @@ def _object(value: Any, at: str) -> tuple[str, dict[str, Any]]:
 
 def _parsed(data: bytes, at: str) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return _loaded(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise SourceError(f"{at} is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -241,9 +266,18 @@ def _parsed(data: bytes, at: str) -> Any:
         raise SourceError(f"{at} is nested too deep, or has a number with thousands of digits") from None
 
 
+def _loaded(text: str) -> Any:
+    """JSON, with a replacement character for each half of a surrogate pair, as tiktoken has it."""
+    value = json.loads(text)
+    if _HALF.search(text):
+        whole = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        value = json.loads(whole.decode("utf-16-le", "replace"))
+    return value
+
+
 def _lines_of_text(path: Path, where: str) -> _Found:
     """A text file of a data set: every line is a row, as the datasets library has it."""
-    with _opened(path, where) as file:
+    with opened(path, where) as file:
         while line := file.readline(_LONGEST_ROW + 1):
             if len(line) > _LONGEST_ROW:
                 raise SourceError(f"{where} has a line of more than {_LONGEST_ROW // 10**6} MB")

@@ -81,14 +81,15 @@ def _error(truth: torch.Tensor, layer: Any, states: torch.Tensor, beside: Mappin
     return total
 
 
-def refuse_worse(name: str, found: Compared, slack: float) -> None:
-    """Refuses what measures worse than rounding to nearest, or is not a number.
+def refuse_worse(name: str, found: Compared, slack: float, *, calibrated: bool) -> None:
+    """Refuses what measures worse than rounding to nearest, or is not a number; `calibrated`: whether samples matter to it.
 
     Raises:
         KvctlError: it does.
 
     """
     if not found.error <= found.plain_error * slack:
-        raise KvctlError(f"{name}'s result is worse than rounding to nearest on the calibration text "
+        helps = "more samples, or another format" if calibrated else "another format: it looks at no samples"
+        raise KvctlError(f"{name} is worse than rounding to nearest on the calibration text "
                          f"(error {found.error:.4g}, and {found.plain_error:.4g})",
-                         hint="nothing was kept; more samples, another format, or kvctl's own search")  # fmt: skip
+                         hint=f"nothing was kept; {helps}")  # fmt: skip

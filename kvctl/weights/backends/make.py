@@ -191,10 +191,12 @@ class _Job:
             _wants(facts, quant_method=rule.method, **({"bits": 4, "group_size": group} if rule.method == "gptq"
                                                        else {"format": rule.format}))  # fmt: skip
             made, slack = Decoded(out, files, rule, self.linear, group), rule.slack
-            nearest = lambda weight: rule.nearest(weight, rule.group or group)  # noqa: E731
+            dtype = _dtype(config)
+            nearest = lambda weight: rule.nearest(weight.to(dtype), rule.group or group)  # noqa: E731
         tell = lambda done, of: progress(Progress("compare", done, of))  # noqa: E731
         compared = compare(self.skeleton, made, nearest, self.slots, self.ids, self.settings.batch, tell)
-        refuse_worse(self.settings.backend, compared, slack)
+        calibrated = backend(self.settings.backend).format(self.settings.format).calibrates
+        refuse_worse(f"{self.settings.backend}'s {self.settings.format}", compared, slack, calibrated=calibrated)
         return compared, len(self.linear)
 
     def pieces(self, out: Path, work: Path) -> list[str]:
@@ -258,6 +260,14 @@ def _written(out: Path) -> tuple[dict[str, Any], list[Path]]:
         if os.path.islink(file) or not file.is_file():
             raise SourceError(f"the backend wrote no {jsonfile.plain(file.name)}", hint="nothing was kept")
     return config, files
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """What a backend loaded the model in and worked in, by the configuration that it wrote."""
+    import torch
+
+    name = str(config.get("torch_dtype") or config.get("dtype"))
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
 def _half_scales(file: Path) -> None:
