@@ -1,0 +1,223 @@
+"""What one event of a stream says, of chat and of plain completions, as engines write them.
+
+A typed decoder reads an event in a microsecond; what does not fit its types (content in parts, numbers as text) is read
+once more in the general way. Everything that a model wrote counts as output: text, reasoning, calls of tools.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from kvctl.record import Record
+
+DONE = b"[DONE]"
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Reasoned(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Cached | None = None
+    completion_tokens_details: _Reasoned | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+    object: str | None = None
+    message: msgspec.Raw | None = None
+
+
+_DECODE = msgspec.json.Decoder(_Event).decode
+
+
+class Usage(Record):
+    """Tokens as the server counts them; None for what it does not say."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+    """Of the prompt, those that were in its cache."""
+    reasoning: int | None = None
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What an event says."""
+
+    answer: bool = False
+    """Whether it has text of the answer, or of a call of a tool."""
+    reasoning: bool = False
+    """Whether it has text of the reasoning before it."""
+    finish: str | None = None
+    """Why the model stopped."""
+    usage: Usage | None = None
+    error: str | None = None
+    """Of a server that fails when it has begun to answer."""
+    done: bool = False
+    """The mark that ends a stream."""
+    text: str = ""
+    """What the model wrote: the answer, of the first choice."""
+
+    @property
+    def output(self) -> bool:
+        """Whether the model wrote something."""
+        return self.answer or self.reasoning
+
+
+class NoEventError(Exception):
+    """The data of an event is nothing that such servers send."""
+
+
+_ENDED = Said(done=True)
+_NOTHING = Said()
+
+
+def read(data: bytes) -> Said:
+    """One event.
+
+    Raises:
+        NoEventError: it is no JSON object.
+
+    """
+    if data == DONE or data.strip() == DONE:
+        return _ENDED
+    try:
+        event = _DECODE(data)
+    except msgspec.ValidationError:
+        return _loosely(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise NoEventError(f"no JSON: {data[:60]!r}") from None
+    if event.error is not None and bytes(event.error) != b"null":
+        return Said(error=_words(json.loads(bytes(event.error))))
+    if event.object == "error":
+        return Said(error=_words(json.loads(data)))
+    usage = None if event.usage is None else _usage(event.usage)
+    if not event.choices:
+        return _NOTHING if usage is None else Said(usage=usage)
+    answer = reasoning = False
+    finish, text = None, ""
+    for choice in event.choices:
+        finish = finish or choice.finish_reason
+        delta = choice.delta
+        if delta is not None:
+            answer = answer or bool(
+                delta.content or delta.refusal or (delta.tool_calls and any(map(_speaks, delta.tool_calls)))
+            )
+            reasoning = reasoning or bool(delta.reasoning_content or delta.reasoning)
+            own = delta.content
+        else:
+            own = choice.text
+            answer = answer or bool(own)
+        if own and choice.index == 0:
+            text = own
+    return Said(answer, reasoning, finish, usage, text=text)
+
+
+def _speaks(call: _Call) -> bool:
+    function = call.function
+    return function is not None and bool(function.name or function.arguments)
+
+
+def _usage(found: _Usage) -> Usage | None:
+    """None of one in which nothing is said."""
+    if found.prompt_tokens is None and found.completion_tokens is None:
+        return None
+    cached = None if found.prompt_tokens_details is None else found.prompt_tokens_details.cached_tokens
+    thought = None if found.completion_tokens_details is None else found.completion_tokens_details.reasoning_tokens
+    return Usage(found.prompt_tokens, found.completion_tokens, cached, thought)
+
+
+def _words(error: Any) -> str:
+    """An error object's message, on one line."""
+    while isinstance(error, dict) and "error" in error and not error.get("message"):
+        error = error["error"]
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error.get("type") or error
+    return " ".join(str(error).split())[:500] or "an error without words"
+
+
+def _loosely(data: bytes) -> Said:
+    """An event whose types are not the usual ones."""
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        raise NoEventError(f"no JSON: {data[:60]!r}") from None
+    if not isinstance(event, dict):
+        raise NoEventError(f"no JSON object: {data[:60]!r}")
+    if event.get("error") is not None or event.get("object") == "error":
+        return Said(error=_words(event.get("error") or event))
+    answer = reasoning = False
+    finish, text = None, ""
+    choices = event.get("choices")
+    for choice in choices if isinstance(choices, list) else []:
+        if not isinstance(choice, dict):
+            continue
+        delta = choice.get("delta")
+        said = delta if isinstance(delta, dict) else {"content": choice.get("text")}
+        finish = finish or (str(choice["finish_reason"]) if choice.get("finish_reason") is not None else None)
+        own = _text(said.get("content"))
+        answer = answer or bool(own or said.get("tool_calls") or said.get("refusal"))
+        reasoning = reasoning or bool(_text(said.get("reasoning_content")) or _text(said.get("reasoning")))
+        text = text or own
+    return Said(answer, reasoning, finish, _loose_usage(event.get("usage")), text=text)
+
+
+def _text(content: Any) -> str:
+    """Of text, or of parts of which some are text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return ""
+
+
+def _loose_usage(found: Any) -> Usage | None:
+    if not isinstance(found, dict):
+        return None
+
+    def count(holder: Any, name: str) -> int | None:
+        value = holder.get(name) if isinstance(holder, dict) else None
+        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+
+    prompt, completion = count(found, "prompt_tokens"), count(found, "completion_tokens")
+    if prompt is None and completion is None:
+        return None
+    return Usage(
+        prompt, completion, count(found.get("prompt_tokens_details"), "cached_tokens"),
+        count(found.get("completion_tokens_details"), "reasoning_tokens"),
+    )  # fmt: skip
