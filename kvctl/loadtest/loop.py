@@ -145,6 +145,7 @@ class Loop:
         self.busy: set[_Connection] = set()
         self.opened = 0
         """Connections that were made."""
+        self._asks = _asks_for_stamps() if self.stamped else None
         self._behind = 0
         """Nanoseconds from the kernel's clock of the day to the monotonic one."""
 
@@ -210,6 +211,8 @@ class Loop:
             self._close(connection)
         self.idle.clear()
         self.busy.clear()
+        if self._asks is not None:
+            self._asks.close()
         self.selector.close()
 
     def _poll(self, wait: float, source: Source) -> None:
@@ -297,7 +300,14 @@ class Loop:
         self.idle.append(connection)
 
     def _peer_spoke_unasked(self, connection: _Connection) -> None:
-        """An idle connection that can be read is one that was closed, or is in disorder."""
+        """An idle connection that can be read is one that was closed, or is in disorder; over TLS it may be sent a ticket."""
+        tls = connection.tls
+        if tls is not None:
+            with contextlib.suppress(OSError):
+                data = connection.sock.recv(_READ)
+                tls.incoming.write(data)
+                if data and not tls.read():
+                    return
         with contextlib.suppress(ValueError):
             self.idle.remove(connection)
         self._close(connection)
@@ -515,6 +525,18 @@ class Loop:
             exchange = connection.exchange
             assert exchange is not None
             self._over(connection, exchange, now, Fault("cancelled", "the run was over"), source)
+
+
+def _asks_for_stamps() -> socket.socket | None:
+    """A socket that asks the kernel for stamps as long as it lives: the kernel begins a moment after the first has asked, and
+    ends with the last."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    except OSError:
+        sock.close()
+        return None
+    return sock
 
 
 def _verdict(exchange: Exchange, connection: _Connection) -> Fault | None:
