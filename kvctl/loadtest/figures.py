@@ -91,16 +91,20 @@ class Figures:
         self.by_second: dict[int, int] = {}
         """Events with output in each second of the monotonic clock, of all exchanges."""
 
+    def see(self, exchange: Exchange) -> None:
+        """One that counts for nothing but what the server wrote in each second: of the warm-up."""
+        by_second = self.by_second
+        for stamp in exchange.stamps:
+            second = stamp // SECOND
+            by_second[second] = by_second.get(second, 0) + 1
+
     def add(self, exchange: Exchange, asked: int | None = None) -> None:
         """One that has ended; `asked`: output tokens that it was to have."""
         self.reconnects += exchange.reconnects
         if exchange.sent and (not self.first or exchange.sent < self.first):
             self.first = exchange.sent
         self.last = max(self.last, exchange.last_token, exchange.ended)
-        by_second = self.by_second
-        for stamp in exchange.stamps:
-            second = stamp // SECOND
-            by_second[second] = by_second.get(second, 0) + 1
+        self.see(exchange)
         if exchange.fault is not None:
             self._bad(exchange)
             return

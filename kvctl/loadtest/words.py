@@ -3,7 +3,7 @@
 Prompts are made of words of which each, with the space before it, is one token, whatever stands around it: byte-pair
 tokenizers cut at spaces first. Which words are such is found out from the server: it counts a text of all of them, and where
 that is not one token for each, halves of it, until the odd ones are out. What a template or a first token adds is then
-a constant, which two lengths have to agree on. Each prompt is drawn by lot from its first word on, so that no two share a
+a constant, which two lengths have to agree on. Each prompt is drawn by lot from its second word on, so that no two share a
 beginning by accident.
 """
 
@@ -27,25 +27,27 @@ _FEWEST = 48
 class Vocabulary(Record):
     """Words of one token each."""
 
+    first: str
+    """The word that every prompt begins with: behind no space it may be any number of tokens, but always the same."""
     words: tuple[str, ...]
     around: int
-    """Tokens that stand around any prompt."""
+    """Tokens that stand around any prompt, that word among them."""
     exact: bool
     """Whether lengths that were tried came out as asked."""
 
     def prompt(self, tokens: int, lot: random.Random, beginning: str = "") -> str:
-        """So many tokens, as the server counts them; `beginning` is a text of these words that comes first.
+        """So many tokens, as the server counts them; `beginning` is another prompt, which comes first.
 
         Raises:
             KvctlError: what stands around it has as many already.
 
         """
-        room = tokens - self.around - (len(beginning.split()) if beginning else 0)
+        room = tokens - self.around - max(len(beginning.split()) - 1, 0)
         if room < 1:
             raise KvctlError(f"a prompt of {tokens:,} tokens has no room for a word: {self.around} stand around any",
                              hint=f"at least {self.around + 1}")  # fmt: skip
         drawn = " ".join(lot.choices(self.words, k=room))
-        return f"{beginning} {drawn}" if beginning else drawn
+        return f"{beginning or self.first} {drawn}"
 
 
 def candidates(text: str) -> list[str]:
@@ -67,12 +69,10 @@ def learn(count: Count, words: Sequence[str]) -> Vocabulary:
     if len(kept) < _FEWEST:
         raise KvctlError(f"only {len(kept)} of {len(words)} words are one token for this server",
                          hint="give real prompts: --prompts FILE")  # fmt: skip
-    # What stands before the first word has no space before it, and may be more than one token: it is not among those kept.
     lot = random.Random(0)
-    around = count(" ".join(lot.choices(kept, k=8))) - 8
     lengths = (3, 40, 200)
-    exact = all(count(" ".join(lot.choices(kept, k=length))) == length + around for length in lengths)
-    return Vocabulary(tuple(kept), around, exact)
+    exact = all(count(" ".join([first, *lot.choices(kept, k=length)])) == length + base for length in lengths)
+    return Vocabulary(first, tuple(kept), base, exact)
 
 
 def _single(count: Count, first: str, base: int, words: list[str]) -> list[str]:

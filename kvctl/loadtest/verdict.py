@@ -1,0 +1,95 @@
+"""Why a server did not do more: its cache, its batch, its speed, or the client; with the evidence, or that there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.metrics import Sample, growth
+from kvctl.record import Record
+
+FULL = 0.95
+"""Share of the cache from which on it is full: engines keep a few blocks back."""
+_BUSY = 0.85
+"""Share of a core that leaves the client no time to spare."""
+_LATE = 0.01
+"""Dispatch delay at the 99th percentile, as a share of the median first-token time, that is worth a word."""
+
+KV, BATCH, CLIENT, FAILED, UNKNOWN, NONE = (
+    "kv-saturated",
+    "batch-limited",
+    "client-limited",
+    "failed",
+    "unknown",
+    "not limited",
+)
+
+
+class Verdict(Record):
+    """What bound a load, and how that shows."""
+
+    kind: str
+    evidence: tuple[str, ...]
+
+
+class Window(Record):
+    """What the server's metrics were while a load lasted; None for what is not available."""
+
+    kv_use: float | None
+    """At its most."""
+    waiting: float | None
+    """At its most."""
+    running: float | None
+    """At its most."""
+    preemptions: float | None
+    resets: int
+    looks: int
+
+
+def window(samples: Sequence[Sample], first: int, last: int) -> Window:
+    """Of samples between two times, and the counters from the last before to the first after."""
+    inside = [sample for sample in samples if first <= sample.at <= last]
+
+    def most(name: str) -> float | None:
+        return max((sample.values[name] for sample in inside if name in sample.values), default=None)
+
+    before = [sample for sample in samples if sample.at < first][-1:]
+    after = [sample for sample in samples if sample.at > last][:1]
+    found = growth([*before, *inside, *after], "preemptions")
+    return Window(most("kv_use"), most("waiting"), most("running"), None if found is None else found.value,
+                  0 if found is None else found.resets, len(inside))  # fmt: skip
+
+
+def verdict(figures: Figures, seen: Window, *, cpu: float, at_once: int | None) -> Verdict:
+    """Of one load; `cpu` is the client's share of a core, `at_once` the number of requests that were kept under way."""
+    if not figures.good:
+        return Verdict(FAILED, (f"none of {figures.count:,} requests was answered",))
+    evidence = []
+    ttft, dispatch = figures.times["ttft"], figures.times["dispatch"]
+    late = dispatch.percentile(99).value / max(ttft.percentile(50).value, 1)
+    if cpu > _BUSY:
+        return Verdict(CLIENT, (f"the client took {cpu:.0%} of a core",))
+    if at_once is None and late > 1:
+        evidence.append(
+            f"requests went out late: 99 of 100 within {dispatch.percentile(99).value / 1e6:.0f} ms of when they were due"
+        )
+    if seen.kv_use is None and seen.waiting is None:
+        return Verdict(UNKNOWN, (*evidence, "the server says nothing of its cache and its queue"))
+    if seen.resets:
+        evidence.append("the server was restarted meanwhile")
+    if seen.kv_use is not None:
+        evidence.append(f"KV cache in use: {seen.kv_use:.0%} at most")
+    if seen.waiting is not None:
+        evidence.append(f"waiting: {seen.waiting:,.0f} at most")
+    if seen.running is not None:
+        evidence.append(f"running: {seen.running:,.0f} at most")
+    if seen.preemptions is not None:
+        evidence.append(f"preempted: {seen.preemptions:,.0f}")
+    queued = bool(seen.waiting)
+    if seen.kv_use is not None and seen.kv_use >= FULL and (queued or bool(seen.preemptions)):
+        return Verdict(KV, tuple(evidence))
+    if seen.preemptions:
+        return Verdict(KV, tuple(evidence))
+    if queued and seen.running is not None and (seen.kv_use is not None and seen.kv_use < FULL):
+        return Verdict(BATCH, tuple(evidence))
+    return Verdict(NONE, tuple(evidence))
