@@ -61,8 +61,9 @@ COMMANDS: dict[str, Place | None] = {
     "size": Place("engine_args"),
     "profile": Place("quiet", ("llama.cpp", "vllm")),
     "quantize": None,
+    "serve-test": None,
 }
-"""Each is a module in kvctl.commands with a function of its name; None: it has none of the engines' flags."""
+"""Each is a module in kvctl.commands with a function of its name (_ for -); None: it has none of the engines' flags."""
 
 
 def command(argv: Sequence[str] | None = None, *, whole: bool = True) -> Any:
@@ -74,7 +75,8 @@ def command(argv: Sequence[str] | None = None, *, whole: bool = True) -> Any:
     app.registered_commands = []
     names = [name for name in COMMANDS if argv is not None and argv[:1] == [name]] or list(COMMANDS)
     for name in names:
-        app.command()(getattr(import_module(f"kvctl.commands.{name}"), name))
+        function = name.replace("-", "_")
+        app.command(name)(getattr(import_module(f"kvctl.commands.{function}"), function))
     tree: Any = typer.main.get_command(app)
     tree.params = [param for param in tree.params if param.name not in ("install_completion", "show_completion")]
     said = {word.partition("=")[0] for word in argv or ()}

@@ -36,6 +36,18 @@ class Slo(Record):
     scheduled: bool = False
     """Whether times count from when a request was due."""
 
+    @property
+    def words(self) -> str:
+        """ "ttft 500 ms, tpot 50 ms"."""
+        limits = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
+        return ", ".join(f"{name} {limit / 1e6:g} ms" for name, limit in limits.items() if limit is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Limits in seconds."""
+        limits = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
+        out: dict[str, Any] = {name: None if limit is None else limit / SECOND for name, limit in limits.items()}
+        return out | {"from_schedule": self.scheduled}
+
     def kept(self, times: Mapping[str, int]) -> bool:
         """Whether a request with these times keeps it; one without a time of its own (one token has no tpot) keeps that."""
         own = {"ttft": "ttft_scheduled", "e2e": "e2e_scheduled"} if self.scheduled else {}

@@ -193,7 +193,10 @@ class Session:
         plan = self.plan
         return Loop(self.address, tls=plan.trust.context() if plan.place.secure else None, patience=plan.patience)
 
-    def run(self, step: Step, number: int, keep: Callable[[Exchange], None] = lambda exchange: None) -> Outcome:
+    def run(
+        self, step: Step, number: int, keep: Callable[[Exchange], None] = lambda exchange: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Outcome:  # fmt: skip
         """One load; `keep` is shown every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so."""
         plan = self.plan
         lot = random.Random(f"{self.seed} {number}")
@@ -238,7 +241,7 @@ class Session:
                 def tick(now: int) -> None:
                     ready.fill(_AHEAD)
                     phase = "warming up" if not source.began else f"{figures.count:,} measured"
-                    self.say(f"{step.words}: {phase}, {source.live:,} under way")
+                    say(f"{step.words}: {phase}, {source.live:,} under way")
 
                 try:
                     loop.run(source, tick)

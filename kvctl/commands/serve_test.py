@@ -1,0 +1,178 @@
+"""`kvctl serve-test`.
+
+Annotations are real objects here: Typer would have to compile them from text at every start.
+"""
+
+from typing import Annotated, Optional
+
+import typer
+
+from kvctl.options_shared import Format, Json, Quiet
+
+
+def serve_test(
+    url: Annotated[
+        Optional[str],
+        typer.Argument(
+            metavar="URL", help="The server: http://127.0.0.1:8000, with /v1 or without.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option("--model", "-m", metavar="NAME", help="Default: the first that it serves.", show_default=False),
+    ] = None,
+    endpoint: Annotated[str, typer.Option("--endpoint", metavar="NAME", help="chat or completions.")] = "chat",
+    input_tokens: Annotated[
+        str, typer.Option("--input-tokens", "-i", metavar="N", help="Tokens of each prompt, as the server counts them.")
+    ] = "512",
+    output_tokens: Annotated[
+        str, typer.Option("--output-tokens", "-o", metavar="N", help="Tokens of each answer.")
+    ] = "128",
+    concurrency: Annotated[
+        Optional[str],
+        typer.Option(
+            "--concurrency",
+            "-c",
+            metavar="N",
+            help="Requests that are kept under way; several one after the other: 1,4,16. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
+    rate: Annotated[
+        Optional[str],
+        typer.Option(
+            "--rate",
+            "-r",
+            metavar="N",
+            help="Requests a second instead, whatever becomes of those before; several: 1,2,4.",
+            show_default=False,
+        ),
+    ] = None,
+    burstiness: Annotated[
+        Optional[float],
+        typer.Option(
+            "--burstiness",
+            metavar="X",
+            help="Of --rate: 1 is Poisson, less comes in bursts. Default: evenly.",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[
+        Optional[int],
+        typer.Option(
+            "--requests",
+            "-n",
+            metavar="N",
+            help="Measured requests of each load. Default: 50, or 4 for each under way.",
+            show_default=False,
+        ),
+    ] = None,
+    duration: Annotated[
+        Optional[str],
+        typer.Option("--duration", "-d", metavar="TIME", help="Send for so long instead: 30s, 5m.", show_default=False),
+    ] = None,
+    warmup: Annotated[
+        Optional[int],
+        typer.Option(
+            "--warmup",
+            metavar="N",
+            help="Requests before those. Default: one for each under way, and 8 at least.",
+            show_default=False,
+        ),
+    ] = None,
+    slo: Annotated[
+        Optional[str],
+        typer.Option(
+            "--slo",
+            metavar="LIST",
+            help="Exit with status 3 where fewer requests keep these: ttft=500ms,tpot=50ms,p99.",
+            show_default=False,
+        ),
+    ] = None,
+    max_error_rate: Annotated[
+        float, typer.Option("--max-error-rate", metavar="PERCENT", help="Give a load up where more requests fail.")
+    ] = 5.0,
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="A request fails where nothing comes for so long.")
+    ] = "300s",
+    api_key_env: Annotated[
+        Optional[str],
+        typer.Option(
+            "--api-key-env", metavar="NAME", help="The variable that holds the server's key.", show_default=False
+        ),
+    ] = None,
+    header: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--header", "-H", metavar="TEXT", help="One more header of every request. Repeatable.", show_default=False
+        ),
+    ] = None,
+    extra: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--extra",
+            metavar="KEY=VALUE",
+            help="One more value in every request's body. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    ca: Annotated[
+        Optional[str], typer.Option("--ca", metavar="FILE", help="Certificates to trust, in PEM.", show_default=False)
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Trust any certificate.")] = False,
+    seed: Annotated[
+        Optional[int],
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Of prompts and times. Default: another in each run, so that none meets its own prompts in "
+            "the server's cache.",
+            show_default=False,
+        ),
+    ] = None,
+    log: Annotated[
+        Optional[str],
+        typer.Option("--log", metavar="FILE", help="Write a line of JSON for every request.", show_default=False),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", "-e", help="Say what every figure means.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
+    format_: Format = "table",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Load a server that speaks OpenAI's protocol, and watch its KV cache.
+
+    \b
+    Examples:
+      kvctl serve-test http://127.0.0.1:8000 --concurrency 1,4,16
+      kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
+      kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
+    """
+    from kvctl import options, options_serve, output_profile, output_serve, signals
+    from kvctl.errors import ExitCode, UsageError
+
+    form = options.read_output_format(format_, json_)
+    if url is None:
+        raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
+    plan = options_serve.read_plan(
+        url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
+        burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
+        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
+    )  # fmt: skip
+    signals.heed()
+    from kvctl.loadtest import tests
+
+    if dry_run:
+        output_serve.emit_serve(tests.planned(plan), form, quiet=quiet, explain=explain)
+        return
+    with output_profile.live(quiet=quiet) as progress, tests.Log(log) as kept:
+        report = tests.run(plan, progress.now, kept)
+    output_serve.emit_serve(report, form, quiet=quiet, explain=explain)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if report.failed:
+        output_profile.say_broken(report.failed)
+        raise SystemExit(ExitCode.FAILED)
+    if report.missed:
+        output_profile.say_broken(report.missed)
+        raise SystemExit(ExitCode.ANSWER_IS_NO)

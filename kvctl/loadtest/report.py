@@ -1,0 +1,100 @@
+"""What `kvctl serve-test` found: the server, the client, and each load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvctl import __version__
+from kvctl.loadtest import metrics
+from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.loadtest.run import Outcome, Plan, Session
+from kvctl.record import Record
+
+SCHEMA = "kvctl.serve-test/1"
+
+
+class ServeReport(Record):
+    """All of one run."""
+
+    plan: Plan
+    server: Mapping[str, Any]
+    """Empty before it was looked at."""
+    environment: Mapping[str, Any]
+    outcomes: tuple[Outcome, ...] = ()
+    notes: tuple[str, ...] = ()
+    dry: bool = False
+    """Nothing was sent."""
+    interrupted: bool = False
+
+    @property
+    def missed(self) -> list[str]:
+        """Objectives that loads miss."""
+        slo, percent = self.plan.slo, self.plan.slo_percent
+        if slo is None:
+            return []
+        out = []
+        for one in self.outcomes:
+            count = one.figures.count
+            share = 100 * one.figures.kept / count if count else 0.0
+            if share < percent:
+                out.append(
+                    f"{one.step.words}: {share:.1f}% of requests keep {slo.words}, and {percent:g}% are asked for"
+                )
+        return out
+
+    @property
+    def failed(self) -> list[str]:
+        """Loads that came to nothing, or were given up."""
+        out = [f"{one.step.words}: {one.given_up}" for one in self.outcomes if one.given_up is not None]
+        for one in self.outcomes:
+            if not one.figures.good and one.figures.count and one.given_up is None:
+                out.append(f"{one.step.words}: every request failed")
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "schema": SCHEMA, "kvctl_version": __version__, "dry_run": self.dry, "interrupted": self.interrupted,
+            "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
+            "settings": {
+                "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens, "requests": plan.length.requests,
+                "seconds": plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
+                "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
+                "steps": [step.to_dict() for step in plan.steps],
+            },
+            "definitions": dict(DEFINITIONS),
+            "loads": [_load(one) for one in self.outcomes],
+            "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def _load(one: Outcome) -> dict[str, Any]:
+    seen = one.window
+    first = one.samples[0].at if one.samples else 0
+    return {
+        "step": one.step.to_dict(), "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
+        "all": one.figures.to_dict(), "steady": one.steady.to_dict(),
+        "verdict": {"kind": one.verdict.kind, "evidence": list(one.verdict.evidence)},
+        "metrics": {
+            "looks": seen.looks, "kv_use_max": seen.kv_use, "waiting_max": seen.waiting, "running_max": seen.running,
+            "preemptions": seen.preemptions, "resets": seen.resets, "counters": dict(one.counters),
+            "series": [{"seconds": (sample.at - first) / 1e9, **_gauges(sample)} for sample in one.samples],
+        },
+        "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
+    }  # fmt: skip
+
+
+def _gauges(sample: metrics.Sample) -> dict[str, float | None]:
+    return {name: sample.values.get(name) for name in metrics.GAUGES}
+
+
+def server_of(session: Session) -> dict[str, Any]:
+    """What is known of a server, and of how prompts for it are made."""
+    server = session.server
+    return {
+        "engine": server.engine, "version": server.version, "model": session.wire.model, "models": list(server.models),
+        "context": server.context, "slots": server.slots, "metrics": server.metrics, "facts": dict(server.facts),
+        "address": session.address.host, "tokens_counted_by": session.counted_by, "prompts_exact": session.vocabulary.exact,
+        "prompt_overhead_tokens": session.vocabulary.around, "usage_in_streams": session.wire.usage, "seed": session.seed,
+    }  # fmt: skip

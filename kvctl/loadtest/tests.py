@@ -1,0 +1,101 @@
+"""All loads of one run, one after the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvctl.errors import KvctlError
+from kvctl.loadtest.exchange import Exchange
+from kvctl.loadtest.load import Key
+from kvctl.loadtest.report import ServeReport, server_of
+from kvctl.loadtest.run import Plan, Session
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+    from kvctl.measure.run import Now
+
+
+class Log:
+    """A line of JSON for every request, in a file that is there when it is complete; None writes none."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = None if path is None else Path(path)
+        self._part = None if self.path is None else self.path.with_name(f".{self.path.name}.part")
+        self._file: TextIOWrapper | None = None
+        self.step = 0
+
+    def __enter__(self) -> Log:
+        if self._part is not None:
+            try:
+                self._file = self._part.open("w", encoding="utf-8")
+            except OSError as error:
+                raise KvctlError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is None or self._part is None or self.path is None:
+            return
+        self._file.close()
+        if kind is None or issubclass(kind, KeyboardInterrupt):
+            self._part.replace(self.path)
+        else:
+            self._part.unlink(missing_ok=True)
+
+    def add(self, exchange: Exchange) -> None:
+        """One that has ended; times in seconds, stamps from when it was due."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(_line(exchange, self.step)) + "\n")
+        except OSError as error:
+            raise KvctlError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _line(one: Exchange, step: int) -> dict[str, Any]:
+    def since(stamp: int) -> float | None:
+        return (stamp - one.scheduled) / 1e9 if stamp else None
+
+    usage = one.usage
+    return {
+        "load": step, "number": one.key.number if isinstance(one.key, Key) else None, "phase": one.key.phase if isinstance(one.key, Key) else None,
+        "sent": since(one.sent), "first_byte": since(one.first_byte), "first_token": since(one.first_token),
+        "first_answer": since(one.answer_at), "last_token": since(one.last_token), "ended": since(one.ended), "events": len(one.stamps),
+        "input_tokens": None if usage is None else usage.prompt, "output_tokens": None if usage is None else usage.completion,
+        "cached_tokens": None if usage is None else usage.cached, "finish": one.finish, "status": one.status,
+        "fault": None if one.fault is None else one.fault.kind, "message": None if one.fault is None else one.fault.message,
+        "reconnects": one.reconnects, "kernel_stamps": one.kernel,
+    }  # fmt: skip
+
+
+def planned(plan: Plan) -> ServeReport:
+    """What would be done."""
+    from kvctl.measure.environment import environment
+
+    return ServeReport(plan, {}, environment("cpu"), dry=True)
+
+
+def run(plan: Plan, now: Now, log: Log) -> ServeReport:
+    """Every load; on Ctrl-C what is complete is in the report, which says so.
+
+    Raises:
+        KvctlError: the server cannot be reached, or does not take such requests.
+
+    """
+    report = planned(plan).replace(dry=False)
+    session = Session(plan, now.stage)
+    session.check()
+    report = report.replace(server=server_of(session))
+    for number, step in enumerate(plan.steps):
+        now.stage(f"{step.words}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out")
+        log.step = number
+        outcome = session.run(step, number, log.add, now.say)
+        report = report.replace(outcomes=(*report.outcomes, outcome), interrupted=outcome.interrupted)
+        if outcome.interrupted or not outcome.figures.good:
+            break
+    return report.replace(notes=tuple(session.notes))

@@ -1,0 +1,156 @@
+"""What `kvctl serve-test` shows: a row for each load, and what bound it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.units import format_seconds, plural
+
+if TYPE_CHECKING:
+    from kvctl.loadtest.histogram import Histogram
+    from kvctl.loadtest.report import ServeReport
+    from kvctl.loadtest.run import Outcome
+    from kvctl.screen_lines import Row as Line
+    from kvctl.screen_lines import Screen
+
+_LEAD = ["load", "good", "failed"]
+_TIMES = ["TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99"]
+_RATES = ["requests/s", "tokens/s out", "in"]
+_CACHE = ["KV use", "waiting", "preempted", "cached"]
+
+
+def table_of(report: ServeReport) -> list[list[str]]:
+    """A heading and a row for each load."""
+    return [[*_LEAD, *_TIMES, *_RATES, *_CACHE], *map(_row, report.outcomes)]
+
+
+def print_serve(screen: Screen, report: ServeReport, *, explain: bool) -> None:
+    """The table, and the lines that explain it."""
+    screen.line(_heading(report))
+    if report.outcomes:
+        rows = table_of(report)
+        styles = ["dim", *("red" if one.given_up or not one.figures.good else "" for one in report.outcomes)]
+        lines: list[Line] = [(cells, None, style) for cells, style in zip(rows, styles, strict=True)]
+        groups = [2 + len(_TIMES), len(_RATES), len(_CACHE)]
+        screen.tables(1, "l" + "r" * (len(rows[0]) - 1), lines, groups)
+    for line, style in lines_of(report, explain=explain):
+        screen.line(line, style)
+
+
+def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
+    """What is said under the table, with its style."""
+    out = []
+    for one in report.outcomes:
+        out += [(line, style) for line, style in _of_load(one)]
+    if report.outcomes:
+        out.append((_footer(report), "dim"))
+    if report.dry:
+        plan = report.plan
+        warm = "as many as are under way, 8 at least" if plan.warm is None else f"{plan.warm:,}"
+        length = (
+            f"{plan.length.requests:,} requests" if plan.length.requests is not None else f"{plan.length.seconds:g} s"
+        )
+        out += [
+            (
+                f"each load: {length} of {plan.input_tokens:,} tokens in and {plan.output_tokens:,} out, after a warm-up ({warm})",
+                "",
+            ),
+            ("loads: " + "; ".join(step.words for step in plan.steps), ""),
+            ("nothing was sent", "dim"),
+        ]
+    if explain:
+        out += [(f"{name}: {words}", "") for name, words in DEFINITIONS.items()]
+    return out
+
+
+def _heading(report: ServeReport) -> str:
+    server, plan = report.server, report.plan
+    if not server:
+        return f"{plan.place.root}{plan.path}"
+    version = f" {server['version']}" if server["version"] else ""
+    limits = [
+        f"{server['context']:,} tokens a request" if server["context"] else "",
+        plural(server["slots"], "slot") if server["slots"] else "",
+    ]
+    engine = "a server of an unknown engine" if server["engine"] == "unknown" else f"{server['engine']}{version}"
+    return ", ".join(
+        part for part in (f"{plan.place.root}{plan.path}: {engine}", str(server["model"]), *limits) if part
+    )
+
+
+def _row(one: Outcome) -> list[str]:
+    figures = one.figures
+    times = figures.times
+    rates = figures.rates()
+    seen = one.window
+
+    def rate(name: str) -> str:
+        value = rates[name]
+        return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    cached = (
+        "–"
+        if figures.without_cached == figures.good or not figures.tokens_in
+        else f"{figures.cached / figures.tokens_in:.0%}"
+    )
+    return [
+        one.step.words, f"{figures.good:,}", f"{figures.faults.total():,}", *_two(times["ttft"]), *_two(times["tpot"]), *_two(times["e2e"]),
+        rate("requests"), rate("output_tokens"), rate("input_tokens"),
+        "–" if seen.kv_use is None else f"{seen.kv_use:.0%}", "–" if seen.waiting is None else f"{seen.waiting:,.0f}",
+        "–" if seen.preemptions is None else f"{seen.preemptions:,.0f}", cached,
+    ]  # fmt: skip
+
+
+def _two(found: Histogram) -> list[str]:
+    """The median, and what 99 of 100 do not exceed."""
+    if not found.count:
+        return ["–", "–"]
+    return [format_seconds(found.percentile(of).value / 1e9) for of in (50, 99)]
+
+
+def _of_load(one: Outcome) -> list[tuple[str, str]]:
+    out = [(f"{one.step.words}: {one.verdict.kind} ({'; '.join(one.verdict.evidence)})" if one.verdict.evidence
+            else f"{one.step.words}: {one.verdict.kind}", "bold")]  # fmt: skip
+    if one.output_rate is not None:
+        out.append(
+            (
+                f"{one.step.words}: {one.output_rate:,.0f} output tokens a second while the load was whole ({format_seconds(one.seconds)})",
+                "",
+            )
+        )
+    figures = one.figures
+    for kind, count in figures.faults.most_common():
+        out.append((f"{one.step.words}: {count:,} {kind}: {'; '.join(figures.words[kind])}", "red"))
+    if figures.short:
+        out.append((f"{one.step.words}: {plural(figures.short, 'answer')} shorter than asked", ""))
+    if figures.sources.get("events"):
+        out.append(
+            (
+                f"{one.step.words}: output tokens of {plural(figures.sources['events'], 'answer')} are events, for want of usage: an estimate",
+                "",
+            )
+        )
+    each = figures.tokens_a_chunk
+    if each is not None and each > 1.05:
+        out.append(
+            (
+                f"{one.step.words}: an event carries {each:.2f} tokens on average: gaps between events are no times between tokens",
+                "",
+            )
+        )
+    if figures.user_stamps:
+        out.append(
+            (
+                f"{one.step.words}: {plural(figures.user_stamps, 'answer')} stamped by this process, not by the kernel",
+                "",
+            )
+        )
+    return out
+
+
+def _footer(report: ServeReport) -> str:
+    server = report.server
+    exact = "" if server["prompts_exact"] else ", though not of exactly as many as asked"
+    return (f"TTFT, E2E from the end of sending; TPOT of each request; p99: 99 of 100 do not exceed it; prompts are drawn by lot from words of one "
+            f"token each, by {server['tokens_counted_by']}{exact}; --explain has the definitions")  # fmt: skip
