@@ -25,7 +25,7 @@ _kvctl() {
         "")
             case $prev,$cur in
                 *,-*) words="-V --version -h --help" ;;
-                *) words="size profile quantize" ;;
+                *) words="size profile quantize serve-test" ;;
             esac
             ;;
         size)
@@ -95,6 +95,14 @@ _kvctl() {
                 -f,*|--format,*) words="table json csv md" ;;
                 *,-*) words="-o --output -w --weights --compare --backend --kv --per-head --ctx --gpu --group --calib --calib-chat --calib-samples --calib-length --seed --dtype --compute-dtype --int8-threshold --skip --tokens --text --max-ppl-increase --min-top1 --device --source --revision --dry-run --resume --force -y --yes --list-backends --list-formats -f --format --json -q --quiet -h --help" ;;
                 *) ask="kvctl quantize" files=yes ;;
+            esac
+            ;;
+        serve-test)
+            case $prev,$cur in
+                *) words="" ;;
+                --ca,*|--log,*) files=yes ;;
+                -f,*|--format,*) words="table json csv md" ;;
+                *,-*) words="-m --model --endpoint -i --input-tokens -o --output-tokens -c --concurrency -r --rate --burstiness -n --requests -d --duration --warmup --slo --max-error-rate --timeout --api-key-env -H --header --extra --ca --insecure --seed --log -e --explain --dry-run -f --format --json -q --quiet -h --help" ;;
             esac
             ;;
     esac

@@ -159,6 +159,13 @@ def read_extra(given: Sequence[str]) -> dict[str, Any]:
     return out
 
 
+def _tokens(text: str, option: str) -> int:
+    count = parse_tokens(text, what=option)
+    if count < 1:
+        raise UsageError(f"{option}: at least one token is needed")
+    return count
+
+
 def read_plan(
     url: str, *, model: str | None, endpoint: str, input_tokens: str, output_tokens: str, concurrency: str | None, rate: str | None,
     burstiness: float | None, requests: int | None, duration: str | None, warmup: int | None, slo: str | None, headers: Sequence[str],
@@ -194,7 +201,7 @@ def read_plan(
     trust = target.Trust(ca, insecure)
     trust.context()
     return Plan(
-        place, steps, parse_tokens(input_tokens, what="--input-tokens"), parse_tokens(output_tokens, what="--output-tokens"), length,
+        place, steps, _tokens(input_tokens, "--input-tokens"), _tokens(output_tokens, "--output-tokens"), length,
         asks.CHAT if endpoint == "chat" else asks.COMPLETIONS, model, warmup, read_headers(headers, api_key_env), read_extra(extra),
         trust, Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate,
     )  # fmt: skip

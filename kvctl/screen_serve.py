@@ -89,11 +89,7 @@ def _row(one: Outcome) -> list[str]:
         value = rates[name]
         return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
-    cached = (
-        "–"
-        if figures.without_cached == figures.good or not figures.tokens_in
-        else f"{figures.cached / figures.tokens_in:.0%}"
-    )
+    cached = "–" if not figures.with_cached or not figures.tokens_in else f"{figures.cached / figures.tokens_in:.0%}"
     return [
         one.step.words, f"{figures.good:,}", f"{figures.faults.total():,}", *_two(times["ttft"]), *_two(times["tpot"]), *_two(times["e2e"]),
         rate("requests"), rate("output_tokens"), rate("input_tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from schema_parts import FIT, LOG, MODEL, VERSION, WEIGHTS, document, maybe, obj, of, whole
 from schemas_profile import PROFILE
 from schemas_quantize import BACKENDS, QUANTIZE, WAYS
+from schemas_serve import SERVE_TEST
 
 KINDS = {
     "full_attention": "Keys and values of every token.",
@@ -227,6 +228,7 @@ SCHEMAS = {
     ),
     "kvctl.profile/1": PROFILE,
     "kvctl.quantize/1": QUANTIZE,
+    "kvctl.serve-test/1": SERVE_TEST,
     "kvctl.weight-formats/1": WAYS,
     "kvctl.backends/1": BACKENDS,
     "kvctl.gpus/1": document(

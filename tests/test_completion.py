@@ -121,7 +121,7 @@ def terminal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("line", "after"),
     [
-        ("kvctl s", "kvctl size"),
+        ("kvctl si", "kvctl size"),
         ("kvctl --vers", "kvctl --version"),
         ("kvctl size --expl", "kvctl size --explain"),
         ("kvctl size --kv-dtype q8", "kvctl size --kv-dtype q8_0"),

@@ -140,7 +140,7 @@ def serve_test(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Load a server that speaks OpenAI's protocol, and watch its KV cache.
+    """Load a server, and watch its KV cache.
 
     \b
     Examples:

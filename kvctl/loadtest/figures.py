@@ -88,8 +88,8 @@ class Figures:
         self.chunks = self.bundled = 0
         self.sources: Counter[str] = Counter()
         """Where the number of output tokens of how many requests is from: "usage", or "events"."""
-        self.without_cached = 0
-        """Good ones whose usage says nothing of cached tokens."""
+        self.with_cached = 0
+        """Good ones whose usage says something of cached tokens."""
         self.without_usage = 0
         self.short = 0
         """Good ones with fewer output tokens than were asked for."""
@@ -152,7 +152,7 @@ class Figures:
         else:
             self.tokens_in += usage.prompt or 0
             self.cached += usage.cached or 0
-            self.without_cached += usage.cached is None
+            self.with_cached += usage.cached is not None
         tokens = usage.completion if usage is not None and usage.completion is not None else events
         self.tokens_out += tokens
         return tokens
@@ -202,7 +202,7 @@ class Figures:
                 "short": self.short, "reconnects": self.reconnects,
             },
             "tokens": {
-                "input": self.tokens_in, "output": self.tokens_out, "cached": self.cached if self.without_cached < self.good else None,
+                "input": self.tokens_in, "output": self.tokens_out, "cached": self.cached if self.with_cached else None,
                 "output_from": dict(self.sources), "per_event": self.tokens_a_chunk,
             },
             "seconds": self.seconds,

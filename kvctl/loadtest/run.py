@@ -236,7 +236,7 @@ class Session:
                 loop.open(min(step.at_once or 8, 4096))
                 if watch is not None:
                     watch.start()
-                began, cpu = time.monotonic(), time.process_time()
+                began, cpu = time.monotonic(), time.thread_time()
 
                 def tick(now: int) -> None:
                     ready.fill(_AHEAD)
@@ -247,7 +247,7 @@ class Session:
                     loop.run(source, tick)
                 except KeyboardInterrupt:
                     interrupted = True
-                share = (time.process_time() - cpu) / max(time.monotonic() - began, 1e-9)
+                share = (time.thread_time() - cpu) / max(time.monotonic() - began, 1e-9)
             except OSError as error:
                 raise KvctlError(f"{plan.place.root}: {str(error).lower()}") from None
             finally:

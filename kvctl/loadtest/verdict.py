@@ -47,15 +47,16 @@ class Window(Record):
 
 
 def window(samples: Sequence[Sample], first: int, last: int) -> Window:
-    """Of samples between two times, and the counters from the last before to the first after."""
+    """Of samples between two times (where there is none, of those around), and counters from the last before to the first after."""
     inside = [sample for sample in samples if first <= sample.at <= last]
-
-    def most(name: str) -> float | None:
-        return max((sample.values[name] for sample in inside if name in sample.values), default=None)
-
     before = [sample for sample in samples if sample.at < first][-1:]
     after = [sample for sample in samples if sample.at > last][:1]
-    found = growth([*before, *inside, *after], "preemptions")
+    around = [*before, *inside, *after]
+
+    def most(name: str) -> float | None:
+        return max((sample.values[name] for sample in inside or around if name in sample.values), default=None)
+
+    found = growth(around, "preemptions")
     return Window(most("kv_use"), most("waiting"), most("running"), None if found is None else found.value,
                   0 if found is None else found.resets, len(inside))  # fmt: skip
 

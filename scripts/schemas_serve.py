@@ -1,0 +1,125 @@
+"""JSON Schema of what `kvctl serve-test` prints."""
+
+from __future__ import annotations
+
+from schema_parts import STRINGS, VERSION, document, flag, listed, maybe, number, obj, of, text, whole
+
+_PERCENTILE = obj(
+    "What so many of a hundred do not exceed, in seconds.",
+    {
+        "value": number("Nearest rank, to a thousandth of itself."),
+        "low": maybe(number("With 95% confidence no less, if requests are independent; null of too few.")),
+        "high": maybe(number("And no more.")),
+    },
+)
+_TIMES = maybe(
+    obj(
+        "Seconds; null where there are none.",
+        {
+            "count": whole("How many."),
+            "mean": number("Their mean."),
+            "standard_deviation": number("Their spread."),
+            "min": number("The least."),
+            "max": number("The most."),
+            **{f"p{of_}": _PERCENTILE for of_ in (50, 90, 95, 99)},
+        },
+    )
+)
+FIGURES = obj(
+    "Figures of requests.",
+    {
+        "requests": obj(
+            "How they ended.",
+            {
+                "ended": whole("In whatever way."),
+                "good": whole("With a whole answer of at least one token."),
+                "failed": of("object", "How many failed, by kind."),
+                "messages": of("object", "The first three messages of each kind."),
+                "short": whole(
+                    "Good ones with fewer tokens than asked, where the engine can be told to write as many."
+                ),
+                "reconnects": whole("Sent again because a connection that lay idle had been closed."),
+            },
+        ),
+        "tokens": obj(
+            "Of good ones.",
+            {
+                "input": whole("As the server counts them."),
+                "output": whole("As the server counts them, or events."),
+                "cached": maybe(whole("Of the input, in the server's cache; null where it does not say.")),
+                "output_from": of("object", "Of how many answers the output is from usage, or from events."),
+                "per_event": maybe(number("Output tokens for each event.")),
+            },
+        ),
+        "seconds": number("From the first sending to the last event."),
+        "per_second": of("object", "Requests, input, output and total tokens, and requests that keep the objective."),
+        "times": of("object", "By the names of definitions.", additionalProperties=_TIMES),
+        "events": whole("With output."),
+        "events_bundled": whole("That came in one read with others before them, and share a stamp."),
+        "without_kernel_stamps": whole("Good ones of which not all stamps are the kernel's."),
+    },
+)
+LOAD = obj(
+    "One load.",
+    {
+        "step": obj(
+            "What was sent.",
+            {
+                "at_once": maybe(whole("Requests kept under way; null where they were sent by a clock.")),
+                "rate": maybe(number("A second.")),
+                "burstiness": maybe(number("Of the gaps; null: even.")),
+            },
+        ),
+        "sent": whole("Requests, those of the warm-up among them."),
+        "whole_seconds": number("From the first measured request to the end of sending."),
+        "output_tokens_per_second": maybe(
+            number("In the whole seconds of that, whosever they are; null of less than two.")
+        ),
+        "all": FIGURES,
+        "steady": FIGURES | {"description": "Of requests that were sent and answered in that time."},
+        "verdict": obj(
+            "What bound it.",
+            {
+                "kind": text(
+                    "In a word.", "kv-saturated", "batch-limited", "client-limited", "failed", "unknown", "not limited"
+                ),
+                "evidence": listed("How that shows.", STRINGS),
+            },
+        ),
+        "metrics": obj(
+            "The server's own, in that time; null is not available.",
+            {
+                "looks": whole("At its page."),
+                "kv_use_max": maybe(number("Share of the KV cache in use.")),
+                "waiting_max": maybe(number("Requests that wait.")),
+                "running_max": maybe(number("Requests that run.")),
+                "preemptions": maybe(number("Requests that lost their cache.")),
+                "resets": whole("Times that counters fell: the server was restarted."),
+                "counters": of("object", "How far counters went over the whole load, warm-up and all."),
+                "series": listed("Each look: seconds, and gauges.", {"type": "object"}),
+            },
+        ),
+        "client_cpu": number("Share of a core that the client took."),
+        "given_up": of(["string", "null"], "Why it was given up."),
+        "interrupted": flag("Whether it was broken off."),
+    },
+)
+SERVE_TEST = document(
+    "kvctl.serve-test/1",
+    "What kvctl serve-test --json prints",
+    {
+        "kvctl_version": VERSION,
+        "dry_run": flag("Whether nothing was sent."),
+        "interrupted": flag("Whether it broke off."),
+        "url": text("The server."),
+        "endpoint": text("The path."),
+        "server": of("object", "What it says of itself, and how prompts were made; empty of a dry run."),
+        "environment": of("object", "Where the client ran."),
+        "settings": of("object", "What was asked for."),
+        "definitions": of("object", "What each time means."),
+        "loads": listed("One after the other.", LOAD),
+        "missed": listed("Objectives that loads miss.", STRINGS),
+        "failed": listed("Loads that came to nothing.", STRINGS),
+        "notes": listed("What to know.", STRINGS),
+    },
+)

@@ -1,0 +1,337 @@
+"""`kvctl serve-test` against a server whose every answer is known."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Outcome
+from scripted_server import OK, Act, Scripted, chunk, close, event, good, send, wait
+
+Run = Callable[..., Outcome]
+SCHEMA = json.loads((Path(__file__).parents[1] / "kvctl/data/schemas/kvctl.serve-test-1.json").read_text("utf-8"))
+
+
+def _json(value: object, status: str = "200 OK") -> list[Act]:
+    data = json.dumps(value).encode()
+    return [
+        send(
+            b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            % (status.encode(), len(data))
+            + data
+        )
+    ]
+
+
+class Engine:
+    """A vLLM of a kind: words are tokens, a template adds seven, and what it does with a request is told it."""
+
+    def __init__(
+        self,
+        answer: Callable[[int, dict[str, Any]], Sequence[Act]],
+        *,
+        owner: str = "vllm",
+        page: str | None = "",
+        limit: int = 4096,
+    ) -> None:
+        self.answer, self.owner, self.page, self.limit = answer, owner, page, limit
+        self.bodies: list[dict[str, Any]] = []
+        self.heads: list[bytes] = []
+        self.server = Scripted(self._act)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.__exit__()
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def _act(self, number: int) -> Sequence[Act]:
+        head, _, body = self.server.requests[number].partition(b"\r\n\r\n")
+        path = head.split()[1].decode()
+        if path == "/v1/models":
+            return _json({"data": [{"id": "m", "owned_by": self.owner, "max_model_len": self.limit}]})
+        if path == "/version":
+            return _json({"version": "0.32.0"})
+        if path == "/metrics" and self.page is not None:
+            data = ("# TYPE vllm:kv_cache_usage_perc gauge\n" + self.page).encode()
+            return [send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)]
+        if path == "/tokenize" and self.owner == "vllm":
+            return _json({"count": self.count(json.loads(body))})
+        if path in ("/v1/chat/completions", "/v1/completions"):
+            asked = json.loads(body)
+            if not asked["stream"]:
+                return _json({"usage": {"prompt_tokens": self.count(asked), "completion_tokens": 1}})
+            self.bodies.append(asked)
+            self.heads.append(head)
+            return self.answer(len(self.bodies) - 1, asked)
+        return _json({"error": "no such place"}, "404 Not Found")
+
+    @staticmethod
+    def count(asked: dict[str, Any]) -> int:
+        text = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
+        return len(text.split()) + (7 if "messages" in asked else 0)
+
+    def whole(self, asked: dict[str, Any], **usage: Any) -> list[Act]:
+        return good(asked["max_tokens"], prompt_tokens=self.count(asked), **usage)
+
+
+QUICK = ("-i", "40", "-o", "4", "-n", "12", "--warmup", "2")
+
+
+def test_loads_one_after_the_other(kvctl: Run, tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    page = 'vllm:kv_cache_usage_perc{engine="0"} 0.25\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{engine="0"} 0\n'
+    with Engine(
+        lambda number, asked: engine.whole(asked, prompt_tokens_details={"cached_tokens": 10}), page=page
+    ) as engine:
+        outcome = kvctl("serve-test", engine.url, *QUICK, "-c", "1,3", "--log", str(tmp_path / "log.jsonl"), "--json")
+        assert outcome.code == 0, outcome.err
+        found = outcome.json
+        jsonschema.validate(found, SCHEMA)
+        assert found["server"]["engine"] == "vllm"
+        assert found["server"]["version"] == "0.32.0"
+        assert found["server"]["tokens_counted_by"] == "the server's /tokenize"
+        assert [load["step"]["at_once"] for load in found["loads"]] == [1, 3]
+        for load in found["loads"]:
+            # 12 measured of 14 sent; each of 40 tokens in, of which 10 were cached, and 4 out.
+            assert load["sent"] == 14
+            assert load["all"]["requests"] | {"messages": {}} == {
+                "ended": 12, "good": 12, "failed": {}, "messages": {}, "short": 0, "reconnects": 0
+            }  # fmt: skip
+            tokens = load["all"]["tokens"]
+            assert (tokens["input"], tokens["output"], tokens["cached"], tokens["output_from"]) == (
+                480,
+                48,
+                120,
+                {"usage": 12},
+            )
+            assert load["all"]["times"]["tpot"]["count"] == 12
+            assert load["all"]["times"]["itl"]["count"] == 36
+            assert load["metrics"]["kv_use_max"] == 0.25
+            assert load["metrics"]["preemptions"] is None
+            assert load["verdict"]["kind"] == "not limited"
+        # One request was tried; then two loads of 14. No two have the same prompt, nor its first 16 words.
+        assert len(engine.bodies) == 1 + 2 * 14
+        assert len({" ".join(body["messages"][0]["content"].split()[:17]) for body in engine.bodies}) == 29
+        assert all(engine.count(body) == 40 for body in engine.bodies)
+        assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in engine.bodies)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [
+        sum(line["load"] == load and line["phase"] == phase for line in lines)
+        for load in (0, 1)
+        for phase in ("warm-up", "measured")
+    ] == [2, 12, 2, 12]
+    # The server is a thread of this process, and "sent" may be stamped after it had its turn.
+    assert all(0 <= line["sent"] <= line["first_token"] + 0.1 <= line["last_token"] + 0.1 for line in lines)
+
+
+def test_by_a_clock_and_an_objective(kvctl: Run) -> None:
+    """Ten a second, each answered after 0.1 s: within a second of when it was due, and not within 50 ms."""
+    with Engine(lambda number, asked: [wait(0.1), *engine.whole(asked)]) as engine:
+        for slo, code in (("ttft=1s,p99", 0), ("ttft=50ms,p50", 3)):
+            outcome = kvctl("serve-test", engine.url, *QUICK, "--rate", "10", "--slo", slo, "--json")
+            assert outcome.code == code, outcome.err
+            times = outcome.json["loads"][0]["all"]["times"]
+            assert 0.1 <= times["ttft_scheduled"]["p50"]["value"] < 1
+            assert times["dispatch"]["p50"]["value"] < 0.1
+    assert "0.0% of requests keep ttft 50 ms, and 50% are asked for" in outcome.err
+
+
+def test_failures_are_named_and_a_load_is_given_up(kvctl: Run) -> None:
+    def answer(number: int, asked: dict[str, Any]) -> Sequence[Act]:
+        if number % 3 == 2:
+            return [
+                send(
+                    OK,
+                    chunk(event({"content": "a"})),
+                    chunk(b'data: {"error":{"message":"engine died"}}\n\n'),
+                    b"0\r\n\r\n",
+                )
+            ]
+        return engine.whole(asked)
+
+    with Engine(answer) as engine:
+        outcome = kvctl("serve-test", engine.url, "-i", "40", "-o", "4", "-n", "300", "--warmup", "0")
+        assert outcome.code == 1
+        assert "requests failed, and 5% may" in outcome.err
+        assert "server: engine died" in outcome.out
+        assert len(engine.bodies) < 100
+        # Told to bear it, it goes on.
+        outcome = kvctl(
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "4",
+            "-n",
+            "30",
+            "--warmup",
+            "0",
+            "--max-error-rate",
+            "100",
+            "--json",
+        )
+        assert outcome.code == 0
+        requests = outcome.json["loads"][0]["all"]["requests"]
+        assert (requests["good"], requests["failed"]) == (20, {"server": 10})
+
+
+def test_a_server_that_knows_less(kvctl: Run) -> None:
+    """Of no known engine: it refuses stream_options, counts prompts in short answers, and writes fewer tokens than asked."""
+
+    def answer(number: int, asked: dict[str, Any]) -> Sequence[Act]:
+        if "stream_options" in asked:
+            return _json({"error": {"message": "unknown field stream_options"}}, "400 Bad Request")
+        events = [event({"content": " a"}), event({"content": " b"}, "stop")]
+        return [wait(0.02), send(OK, *map(chunk, events), b"0\r\n\r\n")]
+
+    with Engine(answer, owner="somebody", page=None) as engine:
+        outcome = kvctl("serve-test", engine.url, *QUICK, "--json")
+        assert outcome.code == 0, outcome.err
+        assert "refuses stream_options" in outcome.err
+        found = outcome.json
+        assert found["server"]["engine"] == "unknown"
+        assert found["server"]["tokens_counted_by"] == "usage of answers of one token"
+        load = found["loads"][0]
+        assert load["all"]["tokens"]["output_from"] == {"events": 12}
+        assert load["all"]["tokens"]["cached"] is None
+        assert load["metrics"]["kv_use_max"] is None
+        assert load["verdict"]["kind"] == "unknown"
+        assert not any("ignore_eos" in body for body in engine.bodies)
+        table = kvctl("serve-test", engine.url, *QUICK).out
+        assert "output tokens of 12 answers are events, for want of usage: an estimate" in table
+
+
+def test_plain_completions(kvctl: Run) -> None:
+    with Engine(lambda number, asked: [send(OK, chunk(b'data: {"choices":[{"index":0,"text":" a","finish_reason":"length"}],'
+                b'"usage":{"prompt_tokens":40,"completion_tokens":1}}\n\n'), chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")]) as engine:  # fmt: skip
+        outcome = kvctl(
+            "serve-test", f"http://{engine.url}/v1/", *QUICK, "--endpoint", "completions", "-o", "1", "--json"
+        )
+        assert outcome.code == 0, outcome.err
+        assert all(len(body["prompt"].split()) == 40 for body in engine.bodies)
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    ((), "no server is named"),
+    (("ftp://x",), "is no URL of a server"),
+    (("http://user:secret@x",), "has a name or a password in it"),
+    (("http://x:99999",), "is no URL"),
+    (("http://x?key=1",), "a server's URL has no ?"),
+    (("x", "-c", "1,a"), "is no list of numbers"),
+    (("x", "-c", "0"), "--concurrency: 0 is out of range"),
+    (("x", "-c", "1.5"), "is no whole number"),
+    (("x", "-c", "1", "-r", "2"), "--concurrency keeps so many requests under way"),
+    (("x", "--burstiness", "1"), "--burstiness is about --rate"),
+    (("x", "-n", "0"), "--requests: 0 is out of range"),
+    (("x", "-d", "soon"), "--duration: 'soon' is no time"),
+    (("x", "--slo", "fast"), "'fast' is not understood"),
+    (("x", "--slo", "p99"), "--slo names no time"),
+    (("x", "--endpoint", "embeddings"), "unknown 'embeddings'"),
+    (("x", "-H", "no colon"), "that is no header"),
+    (("x", "-H", "Authorization: Bearer abc"), "a key on the command line is seen by everybody"),
+    (("x", "-H", "A: b\r\nC: d"), "that is no header"),
+    (("x", "--api-key-env", "KVCTL_NO_SUCH_KEY"), "is not set"),
+    (("x", "--extra", "stream=false"), "stream is kvctl's own"),
+    (("x", "--insecure"), "about https"),
+    (("https://x", "--ca", "/no/such.pem"), "no certificates can be read"),
+    (("x", "-i", "0"), "--input-tokens"),
+])  # fmt: skip
+def test_wrong_usage(kvctl: Run, argv: tuple[str, ...], said: str) -> None:
+    outcome = kvctl("serve-test", *argv)
+    assert outcome.code == 2
+    assert said in outcome.err
+    assert "abc" not in outcome.err
+    assert "secret" not in outcome.err
+    assert not outcome.out
+
+
+def test_a_server_that_is_not_there(kvctl: Run) -> None:
+    with Engine(lambda number, asked: []) as engine:
+        gone = engine.url
+    for url, said in ((gone, "connection refused"), ("nowhere.invalid", "nowhere.invalid: ")):
+        outcome = kvctl("serve-test", url)
+        assert outcome.code == 1
+        assert said in outcome.err
+        assert outcome.err.count("\n") <= 3
+
+
+def test_requests_that_it_cannot_take(kvctl: Run) -> None:
+    with Engine(
+        lambda number, asked: _json({"error": {"message": "no\ncuda"}}, "500 Internal Server Error"), limit=100
+    ) as engine:
+        outcome = kvctl("serve-test", engine.url, "-i", "90", "-o", "20")
+        assert outcome.code == 1
+        assert "90 tokens in and 20 out are 110, and the server takes 100" in outcome.err
+        outcome = kvctl("serve-test", engine.url, "-i", "40", "-o", "4")
+        assert outcome.code == 1
+        assert "the first request failed: status: 500: " in outcome.err
+        outcome = kvctl("serve-test", engine.url, "-m", "other")
+        assert outcome.code == 1
+        assert "does not serve other" in outcome.err
+        assert "it serves m" in outcome.err
+    with Engine(lambda number, asked: [close]) as engine:
+        outcome = kvctl("serve-test", engine.url, "-i", "40", "-o", "4")
+        assert outcome.code == 1
+        assert "the first request failed: reset" in outcome.err
+
+
+def test_the_key_is_sent_and_not_shown(kvctl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    with Engine(lambda number, asked: engine.whole(asked)) as engine:
+        outcome = kvctl("serve-test", engine.url, *QUICK, "--api-key-env", "MY_KEY", "-H", "X-Team: ops", "--json")
+        assert outcome.code == 0
+        assert all(b"Authorization: Bearer sk-123456" in head and b"X-Team: ops" in head for head in engine.heads)
+    assert "sk-123456" not in outcome.out + outcome.err
+
+
+def test_a_dry_run_sends_nothing(kvctl: Run) -> None:
+    outcome = kvctl("serve-test", "nowhere.invalid", "-c", "2,4", "-n", "10", "--dry-run", "--explain")
+    assert outcome.code == 0
+    assert "each load: 10 requests of 512 tokens in and 128 out" in outcome.out
+    assert "loads: 2 at once; 4 at once" in outcome.out
+    assert "ttft: time to first token" in outcome.out
+
+
+def test_what_came_until_ctrl_c_is_printed(tmp_path: Path) -> None:
+    with Engine(lambda number, asked: [wait(0.02), *engine.whole(asked)]) as engine:
+        asked = [
+            sys.executable,
+            "-m",
+            "kvctl",
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "4",
+            "-d",
+            "60s",
+            "--log",
+            str(tmp_path / "log"),
+            "--json",
+        ]
+        process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while len(engine.bodies) < 30:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    found = json.loads(out)
+    assert found["interrupted"]
+    assert found["loads"][0]["all"]["requests"]["good"] > 5
+    assert (tmp_path / "log").is_file()
+    assert "Traceback" not in err
