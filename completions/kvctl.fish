@@ -275,6 +275,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l ca -r -d 'Certi
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l insecure -d 'Trust any certificate'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l seed -x -d 'Of prompts and times'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l log -r -d 'Write a line of JSON for every request'
+complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l calibrate -d 'Measure this client against a server of known cadence, and keep that ...'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s e -l explain -d 'Say what every figure means'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l dry-run -d 'Say what would be sent, and send nothing'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s f -l format -x -a 'table json csv md' -d 'table, json, csv or md'

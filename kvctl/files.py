@@ -50,6 +50,15 @@ def check_writable(path: str) -> None:
         raise _cannot(path, error) from None
 
 
+def cache_folder() -> Path:
+    """kvctl's own: KVCTL_CACHE, or in the user's cache folder. It need not be there."""
+    own = os.getenv("KVCTL_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    home = os.getenv("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home).expanduser().absolute() / "kvctl"
+
+
 def _target(path: str) -> Path:
     """Where the bytes go: through a link, the file it points to is replaced and the link stays."""
     target = Path(os.path.realpath(path))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl import output
 
 if TYPE_CHECKING:
+    from kvctl.loadtest.calibrate import Calibration
     from kvctl.loadtest.report import ServeReport
     from kvctl.loadtest.run import Outcome
 
@@ -33,6 +34,28 @@ def emit_serve(report: ServeReport, form: str, *, quiet: bool, explain: bool) ->
             from kvctl.screen_lines import Screen
 
             print_serve(Screen(), report, explain=explain)
+
+
+def emit_calibration(found: Calibration, form: str) -> None:
+    """Print the client's own errors."""
+    output.forgive_encoding()
+    if form == "json":
+        output.print_json(found.to_dict())
+    elif form == "csv":
+        output.print_csv([one.to_dict() | {"ceiling_tokens_per_second": found.ceiling} for one in found.errors])
+    else:
+        from kvctl.screen_serve import calibration_lines, calibration_table, print_calibration
+
+        if form == "md":
+            head, *rows = calibration_table(found)
+            output.print_markdown_table(head, rows)
+            print()
+            for line in calibration_lines(found):
+                print(f"- {output.markdown_cell(line)}")
+        else:
+            from kvctl.screen_lines import Screen
+
+            print_calibration(Screen(), found)
 
 
 def _flat(one: Outcome) -> dict[str, Any]:

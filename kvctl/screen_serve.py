@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvctl.loadtest.calibrate import ITL, TTFT
 from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.loadtest.verdict import CEILING
 from kvctl.units import format_seconds, plural
 
 if TYPE_CHECKING:
+    from kvctl.loadtest.calibrate import Calibration
     from kvctl.loadtest.histogram import Histogram
     from kvctl.loadtest.report import ServeReport
     from kvctl.loadtest.run import Outcome
@@ -44,7 +47,7 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     for one in report.outcomes:
         out += [(line, style) for line, style in _of_load(one)]
     if report.outcomes:
-        out.append((_footer(report), "dim"))
+        out += [(_footer(report), "dim"), (_client(report), "dim")]
     if report.dry:
         plan = report.plan
         warm = "as many as are under way, 8 at least" if plan.warm is None else f"{plan.warm:,}"
@@ -143,6 +146,43 @@ def _of_load(one: Outcome) -> list[tuple[str, str]]:
             )
         )
     return out
+
+
+def calibration_table(found: Calibration) -> list[list[str]]:
+    """A heading and a row for each number of requests at once."""
+    head = ["at once", "TTFT error p50", "p99", "ITL error p50", "p99", "tokens/s", "of", "core"]
+    return [head, *([f"{one.at_once:,}", *(format_seconds(value) for value in (one.ttft_p50, one.ttft_p99, one.itl_p50, one.itl_p99)),
+                     f"{one.tokens_per_second:,.0f}", f"{one.nominal:,.0f}", f"{one.cpu:.0%}"] for one in found.errors)]  # fmt: skip
+
+
+def calibration_lines(found: Calibration) -> list[str]:
+    """What is said under it."""
+    stamps = "the kernel's" if found.kernel else "this process's: the kernel gives none"
+    return [
+        f"as fast as they come: {found.ceiling:,.0f} tokens a second; beyond {CEILING:.0%} of that a load is called client-limited",
+        f"against a server of {TTFT * 1e3:g} ms to the first token and {ITL * 1e3:g} ms between tokens, which says itself when it wrote each; "
+        f"stamps are {stamps}",
+        found.machine,
+    ]  # fmt: skip
+
+
+def print_calibration(screen: Screen, found: Calibration) -> None:
+    """The client's own errors."""
+    rows = calibration_table(found)
+    lines: list[Line] = [(cells, None, "" if number else "dim") for number, cells in enumerate(rows)]
+    screen.table("r" * len(rows[0]), lines)
+    for line in calibration_lines(found):
+        screen.line(line, "dim")
+
+
+def _client(report: ServeReport) -> str:
+    """How far the client's own times may be off."""
+    if report.calibration is None:
+        return "the client's own error is not known on this machine: kvctl serve-test --calibrate measures it"
+    most = max((one.step.at_once or 1 for one in report.outcomes), default=1)
+    own = report.calibration.nearest(most)
+    return (f"the client's own error at {own.at_once:,} at once: TTFT {format_seconds(own.ttft_p50)} (p99 {format_seconds(own.ttft_p99)}), "
+            f"ITL {format_seconds(own.itl_p50)} (p99 {format_seconds(own.itl_p99)}), calibrated {report.calibration.at}")  # fmt: skip
 
 
 def _footer(report: ServeReport) -> str:

@@ -74,7 +74,7 @@ EXIT_MEANING_OF["kvctl serve-test"] = {
 ENVIRONMENT = {
     "KVCTL_LLAMA_CPP": "llama-server, or its folder, for --engine llama.cpp of kvctl profile.",
     "KVCTL_VLLM_PYTHON": "The Python that has vLLM, or its environment's folder, for --engine vllm of kvctl profile.",
-    "KVCTL_CACHE": "Folder for environments of quantize's backends; default: kvctl in the user's cache folder.",
+    "KVCTL_CACHE": "Folder for environments of quantize's backends and calibrations of serve-test; default: kvctl in the user's cache folder.",
     "KVCTL_DEBUG": "1 shows the traceback of an error instead of one line.",
     "KVCTL_HUB_TIMEOUT": "Seconds to wait for the Hub before giving up; default: the Hub client's.",
     "NO_COLOR": "Set to anything: no colours.",
@@ -86,7 +86,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1: never ask the Hub; the cache and the catalogue answer.",
 }
 
-ENVIRONMENT_OF = {"kvctl profile": ("KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON"), "kvctl quantize": ("KVCTL_CACHE",)}
+ENVIRONMENT_OF = {
+    "kvctl profile": ("KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON"),
+    "kvctl quantize": ("KVCTL_CACHE",),
+    "kvctl serve-test": ("KVCTL_CACHE",),
+}
 """Variables of one command alone."""
 
 FILES = {
@@ -195,7 +199,8 @@ SERVE_COLUMNS = {
 VERDICTS = {
     "kv-saturated": "The cache was full (95% or more) and requests waited or were preempted.",
     "batch-limited": "Requests waited though the cache was not full: the engine runs no more at a time.",
-    "client-limited": "This process took most of a core: the server may be able to do more.",
+    "compute-limited": "Half as many requests again, or more, brought no tenth more tokens a second, and nothing waited.",
+    "client-limited": "This process took most of a core, or more than 70% of what --calibrate found it to take in: the server may be able to do more.",
     "not limited": "Neither showed.",
     "unknown": "The server says nothing of its cache and its queue.",
     "failed": "No request was answered.",

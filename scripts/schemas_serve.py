@@ -81,7 +81,14 @@ LOAD = obj(
             "What bound it.",
             {
                 "kind": text(
-                    "In a word.", "kv-saturated", "batch-limited", "client-limited", "failed", "unknown", "not limited"
+                    "In a word.",
+                    "kv-saturated",
+                    "batch-limited",
+                    "compute-limited",
+                    "client-limited",
+                    "failed",
+                    "unknown",
+                    "not limited",
                 ),
                 "evidence": listed("How that shows.", STRINGS),
             },
@@ -116,10 +123,41 @@ SERVE_TEST = document(
         "server": of("object", "What it says of itself, and how prompts were made; empty of a dry run."),
         "environment": of("object", "Where the client ran."),
         "settings": of("object", "What was asked for."),
+        "calibration": of(
+            ["object", "null"], "Of the client on this machine (schema kvctl.calibration/1); null where there is none."
+        ),
         "definitions": of("object", "What each time means."),
         "loads": listed("One after the other.", LOAD),
         "missed": listed("Objectives that loads miss.", STRINGS),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),
+    },
+)
+CALIBRATION = document(
+    "kvctl.calibration/1",
+    "What kvctl serve-test --calibrate --json prints, and keeps",
+    {
+        "errors": listed(
+            "The client's errors, by how many requests were under way.",
+            obj(
+                "In seconds: the median, and what 99 of 100 do not exceed.",
+                {
+                    "at_once": whole("Requests."),
+                    "requests": whole("In all."),
+                    "ttft_p50": number("Of times to first tokens."),
+                    "ttft_p99": number("Of them."),
+                    "itl_p50": number("Of gaps between events, whichever way."),
+                    "itl_p99": number("Of them."),
+                    "tokens_per_second": number("That came."),
+                    "nominal": number("That the cadence gives."),
+                    "cpu": number("Share of a core that the client took."),
+                    "bundled": number("Share of events that came in one read with others before them."),
+                },
+            ),
+        ),
+        "ceiling_tokens_per_second": number("That the client takes in where they come as fast as they can."),
+        "kernel_stamps": flag("Whether stamps are the kernel's."),
+        "machine": text("Of which it is."),
+        "at": text("When, in UTC."),
     },
 )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 from conftest import Outcome
 from scripted_server import OK, Act, Scripted, chunk, close, event, good, send, wait
+
+from kvctl.loadtest.exchange import Exchange
+from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.verdict import Verdict, Window, beside, beyond, verdict
 
 Run = Callable[..., Outcome]
 SCHEMA = json.loads((Path(__file__).parents[1] / "kvctl/data/schemas/kvctl.serve-test-1.json").read_text("utf-8"))
@@ -28,6 +33,12 @@ def _json(value: object, status: str = "200 OK") -> list[Act]:
             + data
         )
     ]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration of this machine is none of these tests'."""
+    monkeypatch.setenv("KVCTL_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 class Engine:
@@ -335,3 +346,74 @@ def test_what_came_until_ctrl_c_is_printed(tmp_path: Path) -> None:
     assert found["loads"][0]["all"]["requests"]["good"] > 5
     assert (tmp_path / "log").is_file()
     assert "Traceback" not in err
+
+
+# -- what bound a load, by numbers worked out by hand -------------------------------------------------
+
+
+def _figures(count: int = 10) -> Figures:
+    figures = Figures()
+    for _ in range(count):
+        one = Exchange(b"", 0)
+        one.sent, one.ended = 1, 10**9
+        one.stamps = array("q", [10**8, 2 * 10**8])
+        figures.add(one)
+    return figures
+
+
+@pytest.mark.parametrize(("seen", "kind"), [
+    (Window(0.97, 3, 8, 0, 0, 9), "kv-saturated"),
+    (Window(0.97, 0, 8, 2, 0, 9), "kv-saturated"),
+    (Window(0.97, 0, 8, 0, 0, 9), "not limited"),  # full, and nothing suffers
+    (Window(0.4, 3, 8, 0, 0, 9), "batch-limited"),
+    (Window(0.4, 3, 8, 5, 0, 9), "kv-saturated"),  # between two looks it was full
+    (Window(0.4, 0, 8, 0, 0, 9), "not limited"),
+    (Window(None, None, None, None, 0, 0), "unknown"),
+])  # fmt: skip
+def test_what_bound_a_load(seen: Window, kind: str) -> None:
+    found = verdict(_figures(), seen, cpu=0.2, at_once=8)
+    assert found.kind == kind
+    assert found.evidence
+    assert verdict(_figures(), seen, cpu=0.9, at_once=8).kind == "client-limited"
+    assert verdict(_figures(0), seen, cpu=0.2, at_once=8).kind == "failed"
+
+
+def test_what_other_loads_and_the_client_say() -> None:
+    fine, full = Verdict("not limited", ("x",)), Verdict("kv-saturated", ("x",))
+    # 16 at once write 5% more than 8 did: computing is what takes the time. 50% more is no sign of that.
+    assert beside(fine, (16, 1050), (8, 1000)) == Verdict(
+        "compute-limited", ("+5% tokens a second, of 16 at once after 8", "x")
+    )
+    assert beside(fine, (16, 1500), (8, 1000)) is fine
+    assert beside(fine, (10, 1000), (8, 1000)) is fine
+    assert beside(fine, (16, 1000), None) is fine
+    assert beside(full, (16, 1000), (8, 1000)) is full
+    assert beyond(fine, 71_000, 100_000).kind == "client-limited"
+    assert beyond(fine, 69_000, 100_000) is fine
+    assert beyond(fine, 71_000, None) is fine
+
+
+def test_the_client_is_measured_and_that_is_kept(kvctl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    from kvctl.loadtest import calibrate
+
+    assert calibrate.load() is None
+    found = calibrate.calibrate(lambda text: None, at_once=(1, 8), rounds=1)
+    jsonschema.validate(
+        found.to_dict(),
+        json.loads((Path(__file__).parents[1] / "kvctl/data/schemas/kvctl.calibration-1.json").read_text()),
+    )
+    assert [one.requests for one in found.errors] == [1, 8]
+    # 64 tokens in 0.1 + 63 × 0.02 s each; on a machine that is busy with other tests, a few in a hundred late.
+    assert found.errors[0].nominal == pytest.approx(64 / 1.36)
+    assert found.errors[1].tokens_per_second == pytest.approx(8 * 64 / 1.36, rel=0.3)
+    assert found.errors[1].itl_p50 < 0.005
+    assert found.errors[1].ttft_p50 < 0.05
+    assert found.ceiling > found.errors[1].tokens_per_second
+    calibrate.save(found)
+    assert calibrate.load() == found
+    monkeypatch.setattr(calibrate, "machine", lambda: "another")
+    assert calibrate.load() is None
+    calibrate.place().write_text("{")
+    assert calibrate.load() is None
+    assert kvctl("serve-test", "http://x", "--calibrate").code == 2

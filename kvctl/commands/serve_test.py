@@ -134,6 +134,12 @@ def serve_test(
         Optional[str],
         typer.Option("--log", metavar="FILE", help="Write a line of JSON for every request.", show_default=False),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure this client against a server of known cadence, and keep that for later runs."
+        ),
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", "-e", help="Say what every figure means.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
     format_: Format = "table",
@@ -146,12 +152,24 @@ def serve_test(
     Examples:
       kvctl serve-test http://127.0.0.1:8000 --concurrency 1,4,16
       kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
+      kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
     from kvctl import options, options_serve, output_profile, output_serve, signals
     from kvctl.errors import ExitCode, UsageError
 
     form = options.read_output_format(format_, json_)
+    if calibrate:
+        if url is not None:
+            raise UsageError("--calibrate brings its own server", hint="kvctl serve-test --calibrate")
+        from kvctl.loadtest import calibrate as own
+
+        signals.heed()
+        with output_profile.live(quiet=quiet) as progress:
+            found = own.calibrate(progress.now.say)
+        own.save(found)
+        output_serve.emit_calibration(found, form)
+        return
     if url is None:
         raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
     plan = options_serve.read_plan(

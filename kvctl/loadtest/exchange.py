@@ -44,6 +44,7 @@ class Exchange:
         "connect_ns",
         "data",
         "ended",
+        "events",
         "fault",
         "finish",
         "first_byte",
@@ -51,12 +52,12 @@ class Exchange:
         "key",
         "reconnects",
         "retry_after",
+        "said",
         "scheduled",
         "sent",
         "stamps",
         "status",
         "terminal",
-        "texts",
         "usage",
     )  # fmt: skip
 
@@ -91,8 +92,10 @@ class Exchange:
         """Events that came in one read with others before them: their stamps are the first one's."""
         self.kernel = True
         """Whether all stamps are the kernel's."""
-        self.texts: list[str] | None = None
-        """What the model wrote, where that is kept."""
+        self.events: list[bytes] | None = None
+        """The data of events, where they are kept: a list is put here before it is sent."""
+        self.said: list[str] = []
+        """The beginning of what a server says with another status than 200."""
 
     @property
     def good(self) -> bool:

@@ -129,14 +129,13 @@ class _Tls:
 class Loop:
     """Sends what a source has, over connections that it opens and keeps.
 
-    `keep_text`: what models write is kept with each exchange. `kernel`: stamps are asked of the kernel.
+    `kernel`: stamps are asked of the kernel.
     """
 
     def __init__(
         self, address: Address, *, tls: ssl.SSLContext | None = None, patience: Patience | None = None, kernel: bool = True,
-        keep_text: bool = False,
     ) -> None:  # fmt: skip
-        self.address, self.tls, self.keep_text = address, tls, keep_text
+        self.address, self.tls = address, tls
         self.patience = patience or Patience()
         self.stamped = kernel and hasattr(socket.socket, "recvmsg")
         """Whether the kernel stamps; False once it is seen not to."""
@@ -441,8 +440,8 @@ class Loop:
                     seen += 1
                     if said.answer and not exchange.answer_at:
                         exchange.answer_at = stamp
-                    if exchange.texts is not None:
-                        exchange.texts.append(said.text)
+                if exchange.events is not None:
+                    exchange.events.append(event)
                 if said.usage is not None:
                     exchange.usage = said.usage
                 if said.finish is not None:
@@ -458,9 +457,8 @@ class Loop:
         """The beginning of what a server says with another status than 200 is kept for the message."""
         exchange = connection.exchange
         assert exchange is not None
-        exchange.texts = exchange.texts or []
-        if sum(map(len, exchange.texts)) < 2000:
-            exchange.texts.append(part[:2000].decode("utf-8", "replace"))
+        if sum(map(len, exchange.said)) < 2000:
+            exchange.said.append(part[:2000].decode("utf-8", "replace"))
 
     def _ended_by_peer(self, connection: _Connection, exchange: Exchange, now: int, source: Source) -> None:
         if connection.response.closed():
@@ -543,8 +541,7 @@ def _verdict(exchange: Exchange, connection: _Connection) -> Fault | None:
     """What is wrong with an answer that came whole."""
     response = connection.response
     if response.status != 200:
-        words = " ".join(" ".join(exchange.texts or ()).split())[:300]
-        exchange.texts = None
+        words = " ".join(" ".join(exchange.said).split())[:300]
         with contextlib.suppress(ValueError):
             exchange.retry_after = float(response.headers.get("retry-after", ""))
         kind = "rejected" if response.status in (429, 503) else "status"

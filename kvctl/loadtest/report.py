@@ -7,6 +7,7 @@ from typing import Any
 
 from kvctl import __version__
 from kvctl.loadtest import metrics
+from kvctl.loadtest.calibrate import Calibration
 from kvctl.loadtest.figures import DEFINITIONS
 from kvctl.loadtest.run import Outcome, Plan, Session
 from kvctl.record import Record
@@ -22,6 +23,8 @@ class ServeReport(Record):
     """Empty before it was looked at."""
     environment: Mapping[str, Any]
     outcomes: tuple[Outcome, ...] = ()
+    calibration: Calibration | None = None
+    """Of the client, where it was measured on this machine."""
     notes: tuple[str, ...] = ()
     dry: bool = False
     """Nothing was sent."""
@@ -63,7 +66,7 @@ class ServeReport(Record):
                 "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
                 "steps": [step.to_dict() for step in plan.steps],
             },
-            "definitions": dict(DEFINITIONS),
+            "definitions": dict(DEFINITIONS), "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "loads": [_load(one) for one in self.outcomes],
             "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
         }  # fmt: skip

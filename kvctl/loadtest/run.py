@@ -231,7 +231,7 @@ class Session:
         watch = metrics.Watch(self.client, self.server.engine, plan.every) if self.server.metrics else None
         loop = self.loop()
         interrupted = False
-        with _undisturbed():
+        with undisturbed():
             try:
                 loop.open(min(step.at_once or 8, 4096))
                 if watch is not None:
@@ -303,7 +303,7 @@ def _rate(figures: Figures, whole: tuple[int, int]) -> float | None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """The collector of garbage waits: it would stop the clock's reader in the middle."""
     gc.collect()
     gc.freeze()

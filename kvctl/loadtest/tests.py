@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
+from kvctl.loadtest import calibrate, verdict
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.load import Key
 from kvctl.loadtest.report import ServeReport, server_of
-from kvctl.loadtest.run import Plan, Session
+from kvctl.loadtest.run import Outcome, Plan, Session
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -87,7 +89,7 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
         KvctlError: the server cannot be reached, or does not take such requests.
 
     """
-    report = planned(plan).replace(dry=False)
+    report = planned(plan).replace(dry=False, calibration=calibrate.load())
     session = Session(plan, now.stage)
     session.check()
     report = report.replace(server=server_of(session))
@@ -98,4 +100,17 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
         report = report.replace(outcomes=(*report.outcomes, outcome), interrupted=outcome.interrupted)
         if outcome.interrupted or not outcome.figures.good:
             break
-    return report.replace(notes=tuple(session.notes))
+    return report.replace(notes=tuple(session.notes), outcomes=tuple(_judged(report)))
+
+
+def _judged(report: ServeReport) -> Iterator[Outcome]:
+    """Loads with what the client can take in, and what others of fewer requests at once say of them."""
+    ceiling = None if report.calibration is None else report.calibration.ceiling
+    before: tuple[int, float] | None = None
+    for one in report.outcomes:
+        found = verdict.beyond(one.verdict, one.output_rate, ceiling)
+        if one.step.at_once is not None and one.output_rate is not None:
+            now = one.step.at_once, one.output_rate
+            found = verdict.beside(found, now, before)
+            before = now
+        yield one.replace(verdict=found)

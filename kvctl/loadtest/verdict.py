@@ -15,14 +15,12 @@ _BUSY = 0.85
 _LATE = 0.01
 """Dispatch delay at the 99th percentile, as a share of the median first-token time, that is worth a word."""
 
-KV, BATCH, CLIENT, FAILED, UNKNOWN, NONE = (
-    "kv-saturated",
-    "batch-limited",
-    "client-limited",
-    "failed",
-    "unknown",
-    "not limited",
-)
+KV, BATCH, COMPUTE, CLIENT = "kv-saturated", "batch-limited", "compute-limited", "client-limited"
+FAILED, UNKNOWN, NONE = "failed", "unknown", "not limited"
+CEILING = 0.7
+"""Share of what the client can take in from which on it, and not the server, may be what is seen."""
+_MORE, _GAIN = 1.5, 0.1
+"""So many times the requests at once, and tokens a second have to grow by such a share, or the server is at its speed."""
 
 
 class Verdict(Record):
@@ -59,6 +57,30 @@ def window(samples: Sequence[Sample], first: int, last: int) -> Window:
     found = growth(around, "preemptions")
     return Window(most("kv_use"), most("waiting"), most("running"), None if found is None else found.value,
                   0 if found is None else found.resets, len(inside))  # fmt: skip
+
+
+def beyond(found: Verdict, rate: float | None, ceiling: float | None) -> Verdict:
+    """With what the client can take in, where that was measured."""
+    if rate is None or ceiling is None or rate < CEILING * ceiling or found.kind == FAILED:
+        return found
+    words = f"{rate:,.0f} tokens a second came, and the client takes in {ceiling:,.0f}"
+    return Verdict(CLIENT, (words, *found.evidence))
+
+
+def beside(found: Verdict, now: tuple[int, float], before: tuple[int, float] | None) -> Verdict:
+    """A load beside one of fewer requests at once (requests, tokens a second): more of them that bring no more tokens say that
+    the server computes as fast as it can."""
+    if (
+        found.kind not in (NONE, UNKNOWN)
+        or before is None
+        or now[0] < _MORE * before[0]
+        or now[1] > (1 + _GAIN) * before[1]
+    ):
+        return found
+    change = now[1] / before[1] - 1
+    return Verdict(
+        COMPUTE, (f"{change:+.0%} tokens a second, of {now[0]:,} at once after {before[0]:,}", *found.evidence)
+    )
 
 
 def verdict(figures: Figures, seen: Window, *, cpu: float, at_once: int | None) -> Verdict:

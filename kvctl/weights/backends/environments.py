@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvctl.errors import ConfigError, KvctlError, UsageError
+from kvctl.files import cache_folder
 from kvctl.record import Record
 from kvctl.sources import jsonfile
 from kvctl.units import format_bytes
@@ -75,11 +76,7 @@ class Plan(Record):
 
 def root() -> Path:
     """Where environments are: kvctl's own cache folder, or the user's."""
-    own = os.getenv("KVCTL_CACHE")
-    if own:
-        return Path(own).expanduser().absolute() / "backends"
-    home = os.getenv("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home).expanduser().absolute() / "kvctl" / "backends"
+    return cache_folder() / "backends"
 
 
 def has_cuda() -> bool:
