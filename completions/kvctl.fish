@@ -259,6 +259,8 @@ complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s m -l model -x -
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l endpoint -x -d 'chat or completions'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s i -l input-tokens -x -d 'Tokens of each prompt, as the server counts them'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s o -l output-tokens -x -d 'Tokens of each answer'
+complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l shared-prefix -x -d 'Tokens with which prompts begin alike'
+complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l groups -x -d 'Such beginnings'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s c -l concurrency -x -d 'Requests that are kept under way'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s r -l rate -x -d 'Requests a second instead, whatever becomes of those before'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l burstiness -x -d 'Of --rate: 1 is Poisson, less comes in bursts'

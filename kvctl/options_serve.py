@@ -170,6 +170,7 @@ def read_plan(
     url: str, *, model: str | None, endpoint: str, input_tokens: str, output_tokens: str, concurrency: str | None, rate: str | None,
     burstiness: float | None, requests: int | None, duration: str | None, warmup: int | None, slo: str | None, headers: Sequence[str],
     api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float,
+    shared_prefix: str | None, groups: int | None,
 ) -> Plan:  # fmt: skip
     """All of it.
 
@@ -197,11 +198,21 @@ def read_plan(
         raise UsageError(f"--warmup: {warmup} is out of range", hint="0 or more")
     if not 0 <= max_error_rate <= 100:
         raise UsageError(f"--max-error-rate: {max_error_rate:g} is no percentage", hint="from 0 to 100")
+    prefix = 0 if shared_prefix is None else _tokens(shared_prefix, "--shared-prefix")
+    if groups is not None and (shared_prefix is None or not 1 <= groups <= 100_000):
+        raise UsageError(
+            "--groups: beginnings that prompts share, from 1 to 100,000", hint="--shared-prefix 1k --groups 4"
+        )
+    if prefix >= _tokens(input_tokens, "--input-tokens"):
+        raise UsageError(
+            f"--shared-prefix: {prefix:,} tokens leave nothing of prompts of {input_tokens}", hint="more --input-tokens"
+        )
     objective, percent = read_slo(slo, scheduled=rate is not None)
     trust = target.Trust(ca, insecure)
     trust.context()
     return Plan(
         place, steps, _tokens(input_tokens, "--input-tokens"), _tokens(output_tokens, "--output-tokens"), length,
         asks.CHAT if endpoint == "chat" else asks.COMPLETIONS, model, warmup, read_headers(headers, api_key_env), read_extra(extra),
-        trust, Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate,
+        trust, Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, prefix_tokens=prefix,
+        groups=groups or 1,
     )  # fmt: skip

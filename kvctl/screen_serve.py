@@ -45,7 +45,7 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     """What is said under the table, with its style."""
     out = []
     for one in report.outcomes:
-        out += [(line, style) for line, style in _of_load(one)]
+        out += [(line, style) for line, style in _of_load(one, report.plan.designed)]
     if report.outcomes:
         out += [(_footer(report), "dim"), (_client(report), "dim")]
     if report.dry:
@@ -92,7 +92,7 @@ def _row(one: Outcome) -> list[str]:
         value = rates[name]
         return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
-    cached = "–" if not figures.with_cached or not figures.tokens_in else f"{figures.cached / figures.tokens_in:.0%}"
+    cached = "–" if one.hit_rate is None else f"{one.hit_rate:.0%}"
     return [
         one.step.words, f"{figures.good:,}", f"{figures.faults.total():,}", *_two(times["ttft"]), *_two(times["tpot"]), *_two(times["e2e"]),
         rate("requests"), rate("output_tokens"), rate("input_tokens"),
@@ -108,7 +108,7 @@ def _two(found: Histogram) -> list[str]:
     return [format_seconds(found.percentile(of).value / 1e9) for of in (50, 99)]
 
 
-def _of_load(one: Outcome) -> list[tuple[str, str]]:
+def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
     out = [(f"{one.step.words}: {one.verdict.kind} ({'; '.join(one.verdict.evidence)})" if one.verdict.evidence
             else f"{one.step.words}: {one.verdict.kind}", "bold")]  # fmt: skip
     if one.output_rate is not None:
@@ -119,6 +119,14 @@ def _of_load(one: Outcome) -> list[tuple[str, str]]:
             )
         )
     figures = one.figures
+    if designed is not None:
+        seen = [
+            f"{rate:.1%} by {how}"
+            for how, rate in (("usage", one.hit_rate), ("the engine's counters", one.counted_hit_rate))
+            if rate is not None
+        ]
+        out.append((f"{one.step.words}: {designed:.1%} of input tokens were sent before; found in the cache: "
+                    + (", ".join(seen) or "not said (vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"), ""))  # fmt: skip
     for kind, count in figures.faults.most_common():
         out.append((f"{one.step.words}: {count:,} {kind}: {'; '.join(figures.words[kind])}", "red"))
     if figures.short:

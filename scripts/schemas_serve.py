@@ -106,6 +106,8 @@ LOAD = obj(
                 "series": listed("Each look: seconds, and gauges.", {"type": "object"}),
             },
         ),
+        "hit_rate": maybe(number("Cached over all input tokens, by usage; null where it does not say.")),
+        "hit_rate_of_counters": maybe(number("The same by the engine's counters, over the whole load.")),
         "client_cpu": number("Share of a core that the client took."),
         "given_up": of(["string", "null"], "Why it was given up."),
         "interrupted": flag("Whether it was broken off."),

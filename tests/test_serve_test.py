@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -259,6 +260,8 @@ def test_plain_completions(kvctl: Run) -> None:
     (("x", "--insecure"), "about https"),
     (("https://x", "--ca", "/no/such.pem"), "no certificates can be read"),
     (("x", "-i", "0"), "--input-tokens"),
+    (("x", "--groups", "2"), "--groups: beginnings that prompts share"),
+    (("x", "-i", "100", "--shared-prefix", "100"), "leave nothing of prompts of 100"),
 ])  # fmt: skip
 def test_wrong_usage(kvctl: Run, argv: tuple[str, ...], said: str) -> None:
     outcome = kvctl("serve-test", *argv)
@@ -346,6 +349,36 @@ def test_what_came_until_ctrl_c_is_printed(tmp_path: Path) -> None:
     assert found["loads"][0]["all"]["requests"]["good"] > 5
     assert (tmp_path / "log").is_file()
     assert "Traceback" not in err
+
+
+def test_prompts_that_begin_alike(kvctl: Run) -> None:
+    """A server that remembers every prompt: of 40 tokens 30 were sent before by design, the template's 7 among them."""
+    seen: list[list[str]] = []
+
+    def answer(number: int, asked: dict[str, Any]) -> Sequence[Act]:
+        words = asked["messages"][0]["content"].split()
+        common = max(
+            (
+                sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words, other, strict=False)))
+                for other in seen
+            ),
+            default=0,
+        )
+        seen.append(words)
+        return engine.whole(asked, prompt_tokens_details={"cached_tokens": common + 7 if common else 0})
+
+    with Engine(answer) as engine:
+        outcome = kvctl("serve-test", engine.url, *QUICK, "--shared-prefix", "30", "--groups", "3", "-c", "2", "--json")
+        assert outcome.code == 0, outcome.err
+        assert outcome.json["settings"]["designed_hit_rate"] == 0.75
+        load = outcome.json["loads"][0]
+        # A word after the beginning is by chance another's one in some two hundred times.
+        assert 0.75 <= load["hit_rate"] < 0.78
+        # One that was tried, one for each beginning before anything is measured, then 2 and 12.
+        assert len(seen) == 1 + 3 + 14
+        assert len({" ".join(words[:23]) for words in seen[1:]}) == 3
+        table = kvctl("serve-test", engine.url, *QUICK, "--shared-prefix", "30").out
+        assert "75.0% of input tokens were sent before; found in the cache: 75" in table
 
 
 # -- what bound a load, by numbers worked out by hand -------------------------------------------------

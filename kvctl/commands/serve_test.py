@@ -28,6 +28,18 @@ def serve_test(
     output_tokens: Annotated[
         str, typer.Option("--output-tokens", "-o", metavar="N", help="Tokens of each answer.")
     ] = "128",
+    shared_prefix: Annotated[
+        Optional[str],
+        typer.Option(
+            "--shared-prefix",
+            metavar="N",
+            help="Tokens with which prompts begin alike: does its prefix cache hit?",
+            show_default=False,
+        ),
+    ] = None,
+    groups: Annotated[
+        Optional[int], typer.Option("--groups", metavar="N", help="Such beginnings. Default: 1.", show_default=False)
+    ] = None,
     concurrency: Annotated[
         Optional[str],
         typer.Option(
@@ -152,6 +164,7 @@ def serve_test(
     Examples:
       kvctl serve-test http://127.0.0.1:8000 --concurrency 1,4,16
       kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
+      kvctl serve-test http://127.0.0.1:8000 -i 2k --shared-prefix 1k --groups 4 -c 8
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
@@ -176,6 +189,7 @@ def serve_test(
         url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
         burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
         extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
+        shared_prefix=shared_prefix, groups=groups,
     )  # fmt: skip
     signals.heed()
     from kvctl.loadtest import tests

@@ -61,7 +61,9 @@ class ServeReport(Record):
             "schema": SCHEMA, "kvctl_version": __version__, "dry_run": self.dry, "interrupted": self.interrupted,
             "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
             "settings": {
-                "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens, "requests": plan.length.requests,
+                "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens,
+                "prefix_tokens": plan.prefix_tokens, "groups": plan.groups, "designed_hit_rate": plan.designed,
+                "requests": plan.length.requests,
                 "seconds": plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
                 "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
                 "steps": [step.to_dict() for step in plan.steps],
@@ -84,7 +86,7 @@ def _load(one: Outcome) -> dict[str, Any]:
             "preemptions": seen.preemptions, "resets": seen.resets, "counters": dict(one.counters),
             "series": [{"seconds": (sample.at - first) / 1e9, **_gauges(sample)} for sample in one.samples],
         },
-        "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
+        "hit_rate": one.hit_rate, "hit_rate_of_counters": one.counted_hit_rate, "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures, Slo
 from kvctl.loadtest.loop import Loop, Patience
 from kvctl.record import Record
+from kvctl.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +73,15 @@ class Plan(Record):
     """Percent of requests that may fail before a load is given up."""
     every: float = 0.25
     """Seconds between looks at the server's metrics."""
+    prefix_tokens: int = 0
+    """With which prompts begin alike; 0: no two do."""
+    groups: int = 1
+    """Beginnings that there are."""
+
+    @property
+    def designed(self) -> float | None:
+        """Share of input tokens that may be found in the server's cache, template and all; None where nothing is meant to be."""
+        return self.prefix_tokens / self.input_tokens if self.prefix_tokens else None
 
 
 class Outcome(Record):
@@ -95,6 +105,24 @@ class Outcome(Record):
     cpu: float
     given_up: str | None = None
     interrupted: bool = False
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Cached input tokens over all input tokens, by the usage of good answers; None where it does not say."""
+        figures = self.figures
+        return figures.cached / figures.tokens_in if figures.with_cached and figures.tokens_in else None
+
+    @property
+    def counted_hit_rate(self) -> float | None:
+        """The same by the engine's own counters, over the whole load; None where it has none."""
+        counters = self.counters
+        if counters.get("prefix_queries"):
+            return counters.get("prefix_hits", 0.0) / counters["prefix_queries"]
+        # llama.cpp's prompt tokens are those that were computed.
+        if "cached_tokens" in counters and counters.get("prompt_tokens"):
+            cached, rest = counters["cached_tokens"], counters["prompt_tokens"]
+            return cached / (cached + rest)
+        return None
 
 
 class Ready:
@@ -188,6 +216,27 @@ class Session:
             loop.close()
         return done[0]
 
+    def _prime(self, beginnings: Sequence[str], lot: random.Random) -> None:
+        """A request with each beginning, one after the other: those that are measured do not race to be its first (sglang#37359).
+
+        Raises:
+            KvctlError: one fails.
+
+        """
+        done: list[Exchange] = []
+        data = [
+            self.wire.request(self.wire.body(self.vocabulary.prompt(self.plan.input_tokens, lot, one), 1))
+            for one in beginnings
+        ]
+        loop = self.loop()
+        try:
+            loop.run(load.Closed(1, lambda number: data[number], load.Length(requests=len(data)), done.append))
+        finally:
+            loop.close()
+        bad = next((one.fault for one in done if one.fault is not None), None)
+        if bad is not None:
+            raise KvctlError(f"filling the cache: {bad.kind}: {bad.message}")
+
     def loop(self) -> Loop:
         """A new one, without connections."""
         plan = self.plan
@@ -200,9 +249,18 @@ class Session:
         """One load; `keep` is shown every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so."""
         plan = self.plan
         lot = random.Random(f"{self.seed} {number}")
+        beginnings = (
+            [self.vocabulary.prompt(plan.prefix_tokens, lot) for _ in range(plan.groups)]
+            if plan.prefix_tokens
+            else [""]
+        )
+        if plan.prefix_tokens:
+            self.say(f"{step.words}: filling the cache with {plural(plan.groups, 'beginning')}")
+            self._prime(beginnings, lot)
 
         def make() -> bytes:
-            return self.wire.request(self.wire.body(self.vocabulary.prompt(plan.input_tokens, lot), plan.output_tokens))
+            prompt = self.vocabulary.prompt(plan.input_tokens, lot, lot.choice(beginnings))
+            return self.wire.request(self.wire.body(prompt, plan.output_tokens))
 
         ready, figures, steady = Ready(make), Figures(plan.slo), Figures(plan.slo)
         asked = plan.output_tokens if self.wire.lengthens else None
