@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from scripted_server import DONE, OK, Act, Scripted, chunk, close, event, good, reset, send, wait
 
+from kvctl.errors import KvctlError
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.loop import Address, Loop, Patience
+from kvctl.loadtest.loop import Address, Loop, Patience, allow_files
 
 BODY = b'{"stream":true}'
 REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
@@ -297,6 +298,19 @@ def test_certificates_are_checked(certificate: Path) -> None:
         Loop(_address(server.port, "example.org"), tls=trusting).run(few)
         assert few.done[0].fault is not None
         assert "ostname mismatch" in few.done[0].fault.message
+
+
+def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource", reason="no limits of files here")
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: told.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
+    allow_files(100)
+    assert told == []
+    allow_files(1000)  # 64 more than connections
+    assert told == [(1064, 4096)]
+    with pytest.raises(KvctlError, match="5,000 connections take 5,064 open files, and 4,096 are allowed"):
+        allow_files(5000)
 
 
 # -- against a server of known cadence ----------------------------------------------------------------

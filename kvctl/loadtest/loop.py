@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from kvctl.errors import KvctlError
 from kvctl.loadtest.deltas import NoEventError, read
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.http1 import ProtocolError, Response
@@ -34,6 +35,8 @@ _IDLE_NS = 4_000_000_000
 """uvicorn closes connections that lie idle for five seconds: those that lie for four are not used again."""
 _SPIN_NS = 1_500_000
 """epoll counts milliseconds: what is due in less is waited for in short polls."""
+_FILES = 64
+"""Files that a process has open beside connections."""
 _LOOK_NS = 100_000_000
 """How often what takes too long is looked for."""
 
@@ -178,9 +181,11 @@ class Loop:
         """Open so many connections before anything is timed; how many there are.
 
         Raises:
+            KvctlError: the system does not allow so many.
             OSError, ssl.SSLError: the first could not be opened, and why.
 
         """
+        allow_files(count)
         failed: list[OSError] = []
         made = [self._connect() for _ in range(count)]
         pending = set(made)
@@ -523,6 +528,30 @@ class Loop:
             exchange = connection.exchange
             assert exchange is not None
             self._over(connection, exchange, now, Fault("cancelled", "the run was over"), source)
+
+
+def allow_files(count: int) -> None:
+    """Have the system allow so many connections, beside what a process needs anyway.
+
+    Raises:
+        KvctlError: it does not, and how many it does.
+
+    """
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft < needed:
+        raise KvctlError(f"{count:,} connections take {needed:,} open files, and {soft:,} are allowed",
+                         hint=f"ulimit -n {needed}, or fewer requests at once")  # fmt: skip
 
 
 def _asks_for_stamps() -> socket.socket | None:
