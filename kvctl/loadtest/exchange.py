@@ -89,7 +89,7 @@ class Exchange:
         self.reconnects = 0
         self.bytes_in = 0
         self.bundled = 0
-        """Events that came in one read with others before them: their stamps are the first one's."""
+        """Events that came in one read with others before them: all of them have the stamp of its last packet."""
         self.kernel = True
         """Whether all stamps are the kernel's."""
         self.events: list[bytes] | None = None
