@@ -170,7 +170,7 @@ def read_plan(
     url: str, *, model: str | None, endpoint: str, input_tokens: str, output_tokens: str, concurrency: str | None, rate: str | None,
     burstiness: float | None, requests: int | None, duration: str | None, warmup: int | None, slo: str | None, headers: Sequence[str],
     api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float,
-    shared_prefix: str | None, groups: int | None,
+    shared_prefix: str | None, groups: int | None, find_limit: bool,
 ) -> Plan:  # fmt: skip
     """All of it.
 
@@ -188,12 +188,11 @@ def read_plan(
     if (ca is not None or insecure) and not place.secure:
         raise UsageError("--ca and --insecure are about https", hint="https://…")
     steps = read_steps(concurrency, rate, burstiness)
-    length = load.Length(requests, None if duration is None else seconds(duration, "--duration"))
+    length = None
+    if requests is not None or duration is not None:
+        length = load.Length(requests, None if duration is None else seconds(duration, "--duration"))
     if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
         raise UsageError(f"--requests: {requests} is out of range", hint=f"from 1 to {_MOST_REQUESTS:,}")
-    if requests is None and duration is None:
-        most = max(step.at_once or 0 for step in steps)
-        length = load.Length(requests=max(50, 4 * most))
     if warmup is not None and not 0 <= warmup <= _MOST_REQUESTS:
         raise UsageError(f"--warmup: {warmup} is out of range", hint="0 or more")
     if not 0 <= max_error_rate <= 100:
@@ -207,6 +206,10 @@ def read_plan(
         raise UsageError(
             f"--shared-prefix: {prefix:,} tokens leave nothing of prompts of {input_tokens}", hint="more --input-tokens"
         )
+    if find_limit and (rate is not None or len(steps) > 1):
+        raise UsageError(
+            "--find-limit raises the number of requests at once by itself", hint="--concurrency N says where it begins"
+        )
     objective, percent = read_slo(slo, scheduled=rate is not None)
     trust = target.Trust(ca, insecure)
     trust.context()
@@ -214,5 +217,5 @@ def read_plan(
         place, steps, _tokens(input_tokens, "--input-tokens"), _tokens(output_tokens, "--output-tokens"), length,
         asks.CHAT if endpoint == "chat" else asks.COMPLETIONS, model, warmup, read_headers(headers, api_key_env), read_extra(extra),
         trust, Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, prefix_tokens=prefix,
-        groups=groups or 1,
+        groups=groups or 1, limit=find_limit,
     )  # fmt: skip

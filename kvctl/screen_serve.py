@@ -12,6 +12,8 @@ from kvctl.units import format_seconds, plural
 if TYPE_CHECKING:
     from kvctl.loadtest.calibrate import Calibration
     from kvctl.loadtest.histogram import Histogram
+    from kvctl.loadtest.limit import Limit
+    from kvctl.loadtest.load import Length
     from kvctl.loadtest.report import ServeReport
     from kvctl.loadtest.run import Outcome
     from kvctl.screen_lines import Row as Line
@@ -46,14 +48,15 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     out = []
     for one in report.outcomes:
         out += [(line, style) for line, style in _of_load(one, report.plan.designed)]
+    if report.limit is not None:
+        out.append((_limit(report.limit), "bold"))
     if report.outcomes:
         out += [(_footer(report), "dim"), (_client(report), "dim")]
     if report.dry:
         plan = report.plan
         warm = "as many as are under way, 8 at least" if plan.warm is None else f"{plan.warm:,}"
-        length = (
-            f"{plan.length.requests:,} requests" if plan.length.requests is not None else f"{plan.length.seconds:g} s"
-        )
+        lengths = dict.fromkeys(_length(plan.length_of(step)) for step in plan.steps)
+        length = ", ".join(lengths)
         out += [
             (
                 f"each load: {length} of {plan.input_tokens:,} tokens in and {plan.output_tokens:,} out, after a warm-up ({warm})",
@@ -65,6 +68,10 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     if explain:
         out += [(f"{name}: {words}", "") for name, words in DEFINITIONS.items()]
     return out
+
+
+def _length(length: Length) -> str:
+    return f"{length.requests:,} requests" if length.requests is not None else f"{length.seconds:g} s"
 
 
 def _heading(report: ServeReport) -> str:
@@ -181,6 +188,14 @@ def print_calibration(screen: Screen, found: Calibration) -> None:
     screen.table("r" * len(rows[0]), lines)
     for line in calibration_lines(found):
         screen.line(line, "dim")
+
+
+def _limit(found: Limit) -> str:
+    if found.broken is None:
+        return f"limit: none found up to {found.borne or 0:,} at once ({found.why})"
+    if found.borne is None:
+        return f"limit: not even 1 at once ({found.why})"
+    return f"limit: {found.borne:,} at once; at {found.broken:,}: {found.why}"
 
 
 def _client(report: ServeReport) -> str:

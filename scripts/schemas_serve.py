@@ -130,6 +130,16 @@ SERVE_TEST = document(
         ),
         "definitions": of("object", "What each time means."),
         "loads": listed("One after the other.", LOAD),
+        "limit": maybe(
+            obj(
+                "With --find-limit: between what it lies.",
+                {
+                    "borne": maybe(whole("The most requests at once that nothing broke at; null: not even one.")),
+                    "broken": maybe(whole("The fewest that something broke at; null: nothing broke.")),
+                    "why": text("What broke, or why no more were tried."),
+                },
+            )
+        ),
         "missed": listed("Objectives that loads miss.", STRINGS),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -260,6 +261,8 @@ def test_plain_completions(kvctl: Run) -> None:
     (("x", "--insecure"), "about https"),
     (("https://x", "--ca", "/no/such.pem"), "no certificates can be read"),
     (("x", "-i", "0"), "--input-tokens"),
+    (("x", "--find-limit", "-c", "1,2"), "--find-limit raises the number of requests at once by itself"),
+    (("x", "--find-limit", "-r", "1"), "--find-limit raises"),
     (("x", "--groups", "2"), "--groups: beginnings that prompts share"),
     (("x", "-i", "100", "--shared-prefix", "100"), "leave nothing of prompts of 100"),
 ])  # fmt: skip
@@ -379,6 +382,34 @@ def test_prompts_that_begin_alike(kvctl: Run) -> None:
         assert len({" ".join(words[:23]) for words in seen[1:]}) == 3
         table = kvctl("serve-test", engine.url, *QUICK, "--shared-prefix", "30").out
         assert "75.0% of input tokens were sent before; found in the cache: 75" in table
+
+
+def test_the_limit_is_found(kvctl: Run) -> None:
+    """A server that answers in 20 ms as long as three requests are under way, and in 400 ms when there are more: three keep 200 ms."""
+    live = 0
+    lock = threading.Lock()
+
+    def answer(number: int, asked: dict[str, Any]) -> Sequence[Act]:
+        def work(sock: Any) -> None:
+            nonlocal live
+            with lock:
+                live += 1
+                slow = live > 3
+            time.sleep(0.4 if slow else 0.02)
+            with lock:
+                live -= 1
+
+        return [work, *engine.whole(asked)]
+
+    with Engine(answer) as engine:
+        asked = ("-i", "40", "-o", "2", "--warmup", "4", "-n", "12", "--find-limit", "--slo", "e2e=200ms,p75")
+        outcome = kvctl("serve-test", engine.url, *asked, "--json")
+        assert outcome.code == 0, outcome.err
+        limit = outcome.json["limit"]
+        assert (limit["borne"], limit["broken"]) == (3, 4)
+        assert "of requests keep e2e 200 ms" in limit["why"]
+        assert [load["step"]["at_once"] for load in outcome.json["loads"]] == [1, 2, 4, 3]
+        assert kvctl("serve-test", engine.url, *asked[:-1], "e2e=1ms").code == 3  # not even one
 
 
 # -- what bound a load, by numbers worked out by hand -------------------------------------------------

@@ -60,6 +60,13 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    find_limit: Annotated[
+        bool,
+        typer.Option(
+            "--find-limit",
+            help="Raise --concurrency until the KV cache is full, requests wait, or --slo is missed, and find where.",
+        ),
+    ] = False,
     burstiness: Annotated[
         Optional[float],
         typer.Option(
@@ -165,6 +172,7 @@ def serve_test(
       kvctl serve-test http://127.0.0.1:8000 --concurrency 1,4,16
       kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
       kvctl serve-test http://127.0.0.1:8000 -i 2k --shared-prefix 1k --groups 4 -c 8
+      kvctl serve-test http://127.0.0.1:8000 --find-limit --slo tpot=50ms,p95
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
@@ -189,7 +197,7 @@ def serve_test(
         url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
         burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
         extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
-        shared_prefix=shared_prefix, groups=groups,
+        shared_prefix=shared_prefix, groups=groups, find_limit=find_limit,
     )  # fmt: skip
     signals.heed()
     from kvctl.loadtest import tests

@@ -9,6 +9,7 @@ from kvctl import __version__
 from kvctl.loadtest import metrics
 from kvctl.loadtest.calibrate import Calibration
 from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.run import Outcome, Plan, Session
 from kvctl.record import Record
 
@@ -23,6 +24,8 @@ class ServeReport(Record):
     """Empty before it was looked at."""
     environment: Mapping[str, Any]
     outcomes: tuple[Outcome, ...] = ()
+    limit: Limit | None = None
+    """Between what it lies, where it was looked for."""
     calibration: Calibration | None = None
     """Of the client, where it was measured on this machine."""
     notes: tuple[str, ...] = ()
@@ -33,22 +36,17 @@ class ServeReport(Record):
     @property
     def missed(self) -> list[str]:
         """Objectives that loads miss."""
-        slo, percent = self.plan.slo, self.plan.slo_percent
-        if slo is None:
-            return []
-        out = []
-        for one in self.outcomes:
-            count = one.figures.count
-            share = 100 * one.figures.kept / count if count else 0.0
-            if share < percent:
-                out.append(
-                    f"{one.step.words}: {share:.1f}% of requests keep {slo.words}, and {percent:g}% are asked for"
-                )
-        return out
+        if self.plan.limit:  # what breaks is what was looked for
+            if self.limit is None or self.limit.borne is not None or self.plan.slo is None:
+                return []
+            return [f"not even one request at a time: {self.limit.why}"]
+        return [f"{one.step.words}: {what}" for one in self.outcomes if (what := missed(self.plan, one)) is not None]
 
     @property
     def failed(self) -> list[str]:
         """Loads that came to nothing, or were given up."""
+        if self.limit is not None and self.limit.borne is not None:
+            return []
         out = [f"{one.step.words}: {one.given_up}" for one in self.outcomes if one.given_up is not None]
         for one in self.outcomes:
             if not one.figures.good and one.figures.count and one.given_up is None:
@@ -63,15 +61,26 @@ class ServeReport(Record):
             "settings": {
                 "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens,
                 "prefix_tokens": plan.prefix_tokens, "groups": plan.groups, "designed_hit_rate": plan.designed,
-                "requests": plan.length.requests,
-                "seconds": plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
+                "requests": None if plan.length is None else plan.length.requests,
+                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
                 "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
                 "steps": [step.to_dict() for step in plan.steps],
             },
             "definitions": dict(DEFINITIONS), "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "loads": [_load(one) for one in self.outcomes],
-            "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
+            "limit": None if self.limit is None else self.limit.to_dict(), "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
         }  # fmt: skip
+
+
+def missed(plan: Plan, one: Outcome) -> str | None:
+    """In what way a load misses the objective; None where it does not, or there is none."""
+    if plan.slo is None:
+        return None
+    count = one.figures.count
+    share = 100 * one.figures.kept / count if count else 0.0
+    if share >= plan.slo_percent:
+        return None
+    return f"{share:.1f}% of requests keep {plan.slo.words}, and {plan.slo_percent:g}% are asked for"
 
 
 def _load(one: Outcome) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Plan(Record):
     steps: tuple[Step, ...]
     input_tokens: int
     output_tokens: int
-    length: load.Length
+    length: load.Length | None = None
+    """Of each load; None: by how many requests are under way."""
     path: str = asks.CHAT
     model: str | None = None
     warm: int | None = None
@@ -73,10 +74,16 @@ class Plan(Record):
     """Percent of requests that may fail before a load is given up."""
     every: float = 0.25
     """Seconds between looks at the server's metrics."""
+    limit: bool = False
+    """Whether the steps are only where a search for the limit begins."""
     prefix_tokens: int = 0
     """With which prompts begin alike; 0: no two do."""
     groups: int = 1
     """Beginnings that there are."""
+
+    def length_of(self, step: Step) -> load.Length:
+        """As asked, else four requests for each that is under way, and enough to tell percentiles from."""
+        return self.length or load.Length(requests=max(24 if self.limit else 50, 4 * (step.at_once or 0)))
 
     @property
     def designed(self) -> float | None:
@@ -317,7 +324,7 @@ class Session:
     def _source(
         self, step: Step, make: load.Make, told: Callable[[Exchange], None], warm: int, lot: random.Random
     ) -> load.Closed | load.Open:
-        length, drain = self.plan.length, self.plan.patience.silence
+        length, drain = self.plan.length_of(step), self.plan.patience.silence
         if step.at_once is not None:
             return load.Closed(step.at_once, make, length, told, warm, drain)
         assert step.rate is not None

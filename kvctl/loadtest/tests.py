@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
-from kvctl.loadtest import calibrate, verdict
+from kvctl.loadtest import calibrate, limit, verdict
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.load import Key
-from kvctl.loadtest.report import ServeReport, server_of
-from kvctl.loadtest.run import Outcome, Plan, Session
+from kvctl.loadtest.report import ServeReport, missed, server_of
+from kvctl.loadtest.run import Outcome, Plan, Session, Step
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
     from kvctl.measure.run import Now
+
+
+MOST_AT_ONCE = 4096
+"""Requests at once that a search for the limit goes up to."""
 
 
 class Log:
@@ -93,14 +97,30 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
     session = Session(plan, now.stage)
     session.check()
     report = report.replace(server=server_of(session))
-    for number, step in enumerate(plan.steps):
+    outcomes: list[Outcome] = []
+
+    def one(step: Step) -> Outcome:
         now.stage(f"{step.words}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out")
-        log.step = number
-        outcome = session.run(step, number, log.add, now.say)
-        report = report.replace(outcomes=(*report.outcomes, outcome), interrupted=outcome.interrupted)
-        if outcome.interrupted or not outcome.figures.good:
-            break
+        log.step = len(outcomes)
+        outcomes.append(session.run(step, len(outcomes), log.add, now.say))
+        return outcomes[-1]
+
+    if plan.limit:
+        report = report.replace(limit=_searched(plan, one))
+    else:
+        for step in plan.steps:
+            if one(step).interrupted or not outcomes[-1].figures.good:
+                break
+    report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
     return report.replace(notes=tuple(session.notes), outcomes=tuple(_judged(report)))
+
+
+def _searched(plan: Plan, one: Callable[[Step], Outcome]) -> limit.Limit:
+    def test(at_once: int) -> tuple[Outcome, str | None]:
+        outcome = one(Step(at_once=at_once))
+        return outcome, limit.breaks(outcome, missed(plan, outcome))
+
+    return limit.search(test, plan.steps[0].at_once or 1, MOST_AT_ONCE)
 
 
 def _judged(report: ServeReport) -> Iterator[Outcome]:
