@@ -20,6 +20,8 @@ SHAPES: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True},
     "qwen3": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 12,
               "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 100_000, "tie_word_embeddings": True},
+    "llama-deep": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 9,
+                   "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -27,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
-    made = awq_models.model(request.param, max_position_embeddings=2048, **SHAPES[request.param])
+    made = awq_models.model(request.param.removesuffix("-deep"), max_position_embeddings=2048, **SHAPES[request.param])
     path: Path = tmp_path_factory.mktemp("model") / request.param
     made.to(torch.bfloat16).save_pretrained(path)
     awq_models.tokenizer(512).save_pretrained(path)
