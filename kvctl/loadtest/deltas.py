@@ -93,11 +93,6 @@ class Said(msgspec.Struct, frozen=True):
     text: str = ""
     """What the model wrote: the answer, of the first choice."""
 
-    @property
-    def output(self) -> bool:
-        """Whether the model wrote something."""
-        return self.answer or self.reasoning
-
 
 class NoEventError(Exception):
     """The data of an event is nothing that such servers send."""

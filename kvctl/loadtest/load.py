@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -194,8 +193,3 @@ def ramp(first: float, last: float, seconds: float) -> Iterator[float]:
             at = number / first
         else:
             at = ((first * first + 2 * slope * number) ** 0.5 - first) / slope
-
-
-def merged(*streams: Iterator[float]) -> Iterator[float]:
-    """Several at once."""
-    return heapq.merge(*streams)
