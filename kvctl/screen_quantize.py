@@ -9,6 +9,7 @@ from kvctl.units import format_bytes, format_seconds, plural
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
+    from kvctl.measure.quality import Quality
     from kvctl.reports import Fit
     from kvctl.screen_lines import Row as Line
     from kvctl.screen_lines import Screen
@@ -120,18 +121,20 @@ def _making(row: Row) -> list[str]:
 def _quality(judged: Judged | CacheJudged | None) -> list[str]:
     if judged is None or judged.perplexity is None:
         return ["–"] * len(_QUALITY)
-    found, cells = judged.quality, [f"{judged.perplexity:.4g}"]
+    return [
+        f"{judged.perplexity:.4g}",
+        *_compared(judged.quality),
+        "–" if judged.tokens_per_second is None else _rate(judged.tokens_per_second),
+    ]
+
+
+def _compared(found: Quality | None) -> list[str]:
+    """Change of perplexity, its error, divergence, agreement; empty for what others are compared with."""
     if found is None:
-        cells += [""] * 4
-    else:
-        change = found.perplexity_change
-        cells += [
-            f"{change.value:+.2f}%",
-            "?" if change.error is None else f"{change.error:.2g}%",
-            f"{found.kl.value:.3g}",
-            f"{found.top1.value:.1%}",
-        ]
-    return [*cells, "–" if judged.tokens_per_second is None else _rate(judged.tokens_per_second)]
+        return [""] * 4
+    change = found.perplexity_change
+    error = "?" if change.error is None else f"{change.error:.2g}%"
+    return [f"{change.value:+.2f}%", error, f"{found.kl.value:.3g}", f"{found.top1.value:.1%}"]
 
 
 def _rate(speed: float) -> str:
@@ -242,12 +245,8 @@ def _cache(part: KvPart, fits: bool, limit: int | None) -> list[list[str]]:
     ]
     plain = part.rows[0].kv_bytes
     for row in part.rows:
-        found = row.quality
-        cells = [""] * 5
-        if found is not None:
-            change = found.perplexity_change
-            cells = [f"{change.value:+.2f}%", "?" if change.error is None else f"{change.error:.2g}%", f"{found.kl.value:.3g}",
-                     f"{found.kl_p99:.2g}", f"{found.top1.value:.1%}"]  # fmt: skip
+        cells = _compared(row.quality)
+        cells.insert(3, "" if row.quality is None else f"{row.quality.kl_p99:.2g}")
         rows.append(
             [
                 row.name,

@@ -113,6 +113,15 @@ class _Connection:
         self.used = 0
         self.wants = 0
 
+    def fill(self) -> None:
+        """What is to be sent: the exchange's bytes, encrypted where the connection is secure."""
+        assert self.exchange is not None
+        data = self.exchange.data
+        if self.tls is not None:
+            self.tls.wrapped.write(data)
+            data = self.tls.outgoing.read()
+        self.out = memoryview(data)
+
 
 class _Tls:
     """A secure connection over buffers, so that the kernel's stamps of the bytes below it are had here too."""
@@ -342,31 +351,22 @@ class Loop:
         connection.exchange = exchange
         connection.response, connection.events = Response(), Events()
         connection.last = time.monotonic_ns()
-        tls = connection.tls
         self.busy.add(connection)
         if not connection.ready:
             return
         try:
-            if tls is not None:
-                tls.wrapped.write(exchange.data)
-                connection.out = memoryview(tls.outgoing.read())
-            else:
-                connection.out = memoryview(exchange.data)
+            connection.fill()
             self._flush(connection)
         except OSError as error:
             self._broken(connection, error, source)
 
     def _send(self, connection: _Connection) -> None:
         """The request of a connection that has become ready, or the rest of it."""
-        exchange, tls = connection.exchange, connection.tls
+        exchange = connection.exchange
         assert exchange is not None
         if not exchange.sent and not connection.out:
             exchange.connect_ns = time.monotonic_ns() - connection.began
-            if tls is not None:
-                tls.wrapped.write(exchange.data)
-                connection.out = memoryview(tls.outgoing.read())
-            else:
-                connection.out = memoryview(exchange.data)
+            connection.fill()
         self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
