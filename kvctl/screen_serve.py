@@ -47,7 +47,7 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     """What is said under the table, with its style."""
     out = []
     for one in report.outcomes:
-        out += [(line, style) for line, style in _of_load(one, report.plan.designed)]
+        out += _of_load(one)
     if report.limit is not None:
         out.append((_limit(report.limit), "bold"))
     if report.outcomes:
@@ -56,12 +56,10 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
         plan = report.plan
         warm = "as many as are under way, 8 at least" if plan.warm is None else f"{plan.warm:,}"
         lengths = dict.fromkeys(_length(plan.length_of(step)) for step in plan.steps)
-        length = ", ".join(lengths)
+        works = dict.fromkeys(step.work.words for step in plan.steps)  # each kind once
         out += [
-            (
-                f"each load: {length} of {plan.input_tokens:,} tokens in and {plan.output_tokens:,} out, after a warm-up ({warm})",
-                "",
-            ),
+            (f"each load: {', '.join(lengths)}, after a warm-up ({warm})", ""),
+            *((f"requests: {work}", "") for work in works),
             ("loads: " + "; ".join(step.words for step in plan.steps), ""),
             ("nothing was sent", "dim"),
         ]
@@ -71,7 +69,11 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
 
 
 def _length(length: Length) -> str:
-    return f"{length.requests:,} requests" if length.requests is not None else f"{length.seconds:g} s"
+    parts = [
+        f"{length.requests:,} requests" if length.requests is not None else "",
+        f"{length.seconds:g} s" if length.seconds is not None else "",
+    ]
+    return " or ".join(part for part in parts if part)
 
 
 def _heading(report: ServeReport) -> str:
@@ -115,7 +117,7 @@ def _two(found: Histogram) -> list[str]:
     return [format_seconds(found.percentile(of).value / 1e9) for of in (50, 99)]
 
 
-def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
+def _of_load(one: Outcome) -> list[tuple[str, str]]:
     out = [(f"{one.step.words}: {one.verdict.kind} ({'; '.join(one.verdict.evidence)})" if one.verdict.evidence
             else f"{one.step.words}: {one.verdict.kind}", "bold")]  # fmt: skip
     if one.output_rate is not None:
@@ -125,7 +127,16 @@ def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
                 "",
             )
         )
-    figures = one.figures
+    figures, designed = one.figures, one.designed
+    if one.retried:
+        out.append((f"{one.step.words}: {one.retried:,} times a request was turned away and sent again", ""))
+    if one.cut:
+        out.append(
+            (
+                f"{one.step.words}: {plural(one.cut, 'request')} of another length than drawn: a template is longer, or the context shorter",
+                "",
+            )
+        )
     if designed is not None:
         seen = [
             f"{rate:.1%} by {how}"
@@ -211,5 +222,9 @@ def _client(report: ServeReport) -> str:
 def _footer(report: ServeReport) -> str:
     server = report.server
     exact = "" if server["prompts_exact"] else ", though not of exactly as many as asked"
-    return (f"TTFT, E2E from the end of sending; TPOT of each request; p99: 99 of 100 do not exceed it; prompts are drawn by lot from words of one "
-            f"token each, by {server['tokens_counted_by']}{exact}; --explain has the definitions")  # fmt: skip
+    made = (
+        f"prompts are drawn by lot from words of one token each, by {server['tokens_counted_by']}{exact}; "
+        if server["tokens_counted_by"]
+        else ""
+    )
+    return f"TTFT, E2E from the end of sending; TPOT of each request; p99: 99 of 100 do not exceed it; {made}--explain has the definitions"

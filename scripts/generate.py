@@ -131,6 +131,9 @@ ABOUT = {
         "Prompts have exactly --input-tokens tokens as the server counts them: they are drawn by lot from words that are one token each, "
         "found out by its /tokenize, or by the usage of short answers. No run meets the prompts of another in the server's cache, unless "
         "--seed is given.",
+        "Lengths may be drawn by lot; prompts may begin alike (--shared-prefix), grow with what was said (--turns; --tools makes it an agent's "
+        "loop), share what those of a trace shared (--trace, by its times), or be real (--prompts). --sweep makes a load of each combination. "
+        "How much of the input had been sent or written before stands beside what the server found in its cache.",
         "With --concurrency each answer makes room for the next request; with --rate requests are sent by a clock that does not wait, and "
         "times from when each was due stand beside those from when it was sent. The warm-up goes over into the measured requests "
         "without a pause. A request is good when its answer ends as it says and has a token; an error in the middle of a stream, or a stream "

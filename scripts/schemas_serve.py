@@ -67,7 +67,12 @@ LOAD = obj(
             {
                 "at_once": maybe(whole("Requests kept under way; null where they were sent by a clock.")),
                 "rate": maybe(number("A second.")),
+                "last_rate": maybe(number("A second, at the end, where the rate changes.")),
                 "burstiness": maybe(number("Of the gaps; null: even.")),
+                "words": text("The same in words."),
+                "work": of(
+                    "object", "The kind of requests: made, of a trace, or prompts of a file; lengths in tokens."
+                ),
             },
         ),
         "sent": whole("Requests, those of the warm-up among them."),
@@ -105,6 +110,13 @@ LOAD = obj(
                 "counters": of("object", "How far counters went over the whole load, warm-up and all."),
                 "series": listed("Each look: seconds, and gauges.", {"type": "object"}),
             },
+        ),
+        "retried": whole("Times that a request was sent again which the server had turned away."),
+        "lengths_changed": whole(
+            "Requests of another length than drawn: a template is longer, or the context shorter."
+        ),
+        "designed_hit_rate": maybe(
+            number("Share of input tokens that were sent or written before; null where none were meant to be.")
         ),
         "hit_rate": maybe(number("Cached over all input tokens, by usage; null where it does not say.")),
         "hit_rate_of_counters": maybe(number("The same by the engine's counters, over the whole load.")),

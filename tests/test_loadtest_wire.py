@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.loadtest.deltas import NoEventError, Said, Usage, read
+from kvctl.loadtest.deltas import Called, NoEventError, Said, Usage, read
 from kvctl.loadtest.http1 import ProtocolError, Response
 from kvctl.loadtest.sse import EventError, Events
 
@@ -185,8 +185,8 @@ def _chat(delta: dict[str, object], **more: object) -> bytes:
     (_chat({"reasoning_content": "hm"}), Said(reasoning=True)),  # DeepSeek, vLLM, SGLang
     (_chat({"reasoning": "hm"}), Said(reasoning=True)),  # OpenRouter, vLLM from 0.11 on, Ollama
     (_chat({"content": "", "reasoning_content": ""}), Said()),
-    (_chat({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}), Said(answer=True)),
-    (_chat({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}), Said(answer=True)),
+    (_chat({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}), Said(answer=True, calls=(Called(0, "", "f", ""),))),
+    (_chat({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}), Said(answer=True, calls=(Called(0, "", "", "{"),))),
     (_chat({"tool_calls": []}), Said()),
     (_chat({"refusal": "no"}), Said(answer=True)),
     (_chat({}, finish_reason="stop"), Said(finish="stop")),

@@ -23,11 +23,26 @@ def serve_test(
     ] = None,
     endpoint: Annotated[str, typer.Option("--endpoint", metavar="NAME", help="chat or completions.")] = "chat",
     input_tokens: Annotated[
-        str, typer.Option("--input-tokens", "-i", metavar="N", help="Tokens of each prompt, as the server counts them.")
-    ] = "512",
+        Optional[str],
+        typer.Option(
+            "--input-tokens",
+            "-i",
+            metavar="N",
+            help="Tokens of each prompt, as the server counts them: 512, 200-800, normal:512:64, lognormal:512:0.8, "
+            "512:70+4k:30. Default: 512.",
+            show_default=False,
+        ),
+    ] = None,
     output_tokens: Annotated[
-        str, typer.Option("--output-tokens", "-o", metavar="N", help="Tokens of each answer.")
-    ] = "128",
+        Optional[str],
+        typer.Option(
+            "--output-tokens",
+            "-o",
+            metavar="N",
+            help="Tokens of each answer, likewise. Default: 128.",
+            show_default=False,
+        ),
+    ] = None,
     shared_prefix: Annotated[
         Optional[str],
         typer.Option(
@@ -39,6 +54,72 @@ def serve_test(
     ] = None,
     groups: Annotated[
         Optional[int], typer.Option("--groups", metavar="N", help="Such beginnings. Default: 1.", show_default=False)
+    ] = None,
+    order: Annotated[
+        Optional[str],
+        typer.Option(
+            "--order",
+            metavar="NAME",
+            help="Of groups: random, or round (one after the other). Default: random.",
+            show_default=False,
+        ),
+    ] = None,
+    turns: Annotated[
+        Optional[int],
+        typer.Option(
+            "--turns",
+            metavar="N",
+            help="Conversations of so many requests, each with all that was said before.",
+            show_default=False,
+        ),
+    ] = None,
+    turn_tokens: Annotated[
+        Optional[str],
+        typer.Option(
+            "--turn-tokens",
+            metavar="N",
+            help="That the user adds in each turn after the first. Default: 64.",
+            show_default=False,
+        ),
+    ] = None,
+    think: Annotated[
+        Optional[str],
+        typer.Option(
+            "--think", metavar="TIME", help="Between an answer and the next turn. Default: none.", show_default=False
+        ),
+    ] = None,
+    tools: Annotated[
+        Optional[int],
+        typer.Option(
+            "--tools",
+            metavar="N",
+            help="Definitions of tools in every request; with --turns an agent's loop.",
+            show_default=False,
+        ),
+    ] = None,
+    trace: Annotated[
+        Optional[str],
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Replay a trace's lengths, shared beginnings and times (Mooncake, Qwen-Bailian, logs of requests).",
+            show_default=False,
+        ),
+    ] = None,
+    speed: Annotated[
+        Optional[float],
+        typer.Option(
+            "--speed", metavar="X", help="Times as fast as the trace's requests came. Default: 1.", show_default=False
+        ),
+    ] = None,
+    prompts: Annotated[
+        Optional[str],
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="Send prompts of a file: JSON lines with prompt or messages, ShareGPT, or plain lines.",
+            show_default=False,
+        ),
     ] = None,
     concurrency: Annotated[
         Optional[str],
@@ -56,7 +137,17 @@ def serve_test(
             "--rate",
             "-r",
             metavar="N",
-            help="Requests a second instead, whatever becomes of those before; several: 1,2,4.",
+            help="Requests a second instead, whatever becomes of those before; several: 1,2,4; rising over "
+            "--duration: 1..10.",
+            show_default=False,
+        ),
+    ] = None,
+    sweep: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--sweep",
+            metavar="NAME=LIST",
+            help="A load for each value: concurrency=1,2,4 or input-tokens=1k,4k,16k. Repeatable: all combinations.",
             show_default=False,
         ),
     ] = None,
@@ -108,6 +199,12 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    retry: Annotated[
+        int,
+        typer.Option(
+            "--retry", metavar="N", help="Send a request that is turned away (429, 503) again, when the server says."
+        ),
+    ] = 0,
     max_error_rate: Annotated[
         float, typer.Option("--max-error-rate", metavar="PERCENT", help="Give a load up where more requests fail.")
     ] = 5.0,
@@ -172,6 +269,9 @@ def serve_test(
       kvctl serve-test http://127.0.0.1:8000 --concurrency 1,4,16
       kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
       kvctl serve-test http://127.0.0.1:8000 -i 2k --shared-prefix 1k --groups 4 -c 8
+      kvctl serve-test http://127.0.0.1:8000 --sweep input-tokens=1k,8k,32k --sweep concurrency=1,8
+      kvctl serve-test http://127.0.0.1:8000 --turns 6 --turn-tokens 100-400 --think 2s -c 32
+      kvctl serve-test http://127.0.0.1:8000 --trace mooncake.jsonl --speed 2 --duration 10m
       kvctl serve-test http://127.0.0.1:8000 --find-limit --slo tpot=50ms,p95
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
@@ -193,11 +293,14 @@ def serve_test(
         return
     if url is None:
         raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
+    load = options_serve.Load(
+        input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, turns=turns,
+        turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
+        burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
+    )  # fmt: skip
     plan = options_serve.read_plan(
-        url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
-        burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
+        url, load, sweeps=sweep or [], model=model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
         extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
-        shared_prefix=shared_prefix, groups=groups, find_limit=find_limit,
     )  # fmt: skip
     signals.heed()
     from kvctl.loadtest import tests

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvctl.loadtest.target import Place
 from kvctl.record import Record
 
@@ -59,7 +61,10 @@ class Wire(Record):
 
     def request(self, body: Mapping[str, Any]) -> bytes:
         """Head and body."""
-        data = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        try:
+            data = msgspec.json.encode(body)
+        except UnicodeEncodeError:  # half of a pair, in a prompt of a file
+            data = json.dumps(body, separators=(",", ":")).encode()
         place = self.place
         name = f"[{place.name}]" if ":" in place.name else place.name
         head = [

@@ -15,7 +15,7 @@ from typing import Any
 from kvctl.errors import KvctlError
 from kvctl.files import cache_folder, write_whole
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import Closed, Length
+from kvctl.loadtest.load import Ask, Closed, Length
 from kvctl.loadtest.loop import Address, Loop
 from kvctl.measure.child import child
 from kvctl.measure.statistics import quantile
@@ -108,7 +108,7 @@ def _run(argv: Sequence[str], at_once: int, count: int, *, keep: bool) -> tuple[
         body = b'{"stream":true}'
         data = b"POST /v1/chat/completions HTTP/1.1\r\nHost: fake\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         done: list[Exchange] = []
-        source = _Kept(at_once, lambda number: data, Length(requests=count), done.append)
+        source = _Kept(at_once, lambda number: Ask(data), Length(requests=count), done.append)
         source.keep = keep
         loop = Loop(Address(socket.AF_INET, "127.0.0.1", int(said), "127.0.0.1"))
         try:

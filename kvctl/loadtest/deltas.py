@@ -23,6 +23,8 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     function: _Function | None = None
+    index: int = 0
+    id: str | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -76,6 +78,19 @@ class Usage(Record):
     reasoning: int | None = None
 
 
+class Called(Record):
+    """A call of a tool, or a piece of one."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def joined(self, more: Called) -> Called:
+        """With a later piece of it."""
+        return Called(self.index, self.id or more.id, self.name + more.name, self.arguments + more.arguments)
+
+
 class Said(msgspec.Struct, frozen=True):
     """What an event says."""
 
@@ -92,6 +107,8 @@ class Said(msgspec.Struct, frozen=True):
     """The mark that ends a stream."""
     text: str = ""
     """What the model wrote: the answer, of the first choice."""
+    calls: tuple[Called, ...] = ()
+    """Of tools, by the first choice."""
 
 
 class NoEventError(Exception):
@@ -126,6 +143,7 @@ def read(data: bytes) -> Said:
         return _NOTHING if usage is None else Said(usage=usage)
     answer = reasoning = False
     finish, text = None, ""
+    calls: tuple[Called, ...] = ()
     for choice in event.choices:
         finish = finish or choice.finish_reason
         delta = choice.delta
@@ -135,12 +153,19 @@ def read(data: bytes) -> Said:
             )
             reasoning = reasoning or bool(delta.reasoning_content or delta.reasoning)
             own = delta.content
+            if delta.tool_calls and choice.index == 0:
+                calls = tuple(map(_called, delta.tool_calls))
         else:
             own = choice.text
             answer = answer or bool(own)
         if own and choice.index == 0:
             text = own
-    return Said(answer, reasoning, finish, usage, text=text)
+    return Said(answer, reasoning, finish, usage, text=text, calls=calls)
+
+
+def _called(call: _Call) -> Called:
+    function = call.function or _Function()
+    return Called(call.index, call.id or "", function.name or "", function.arguments or "")
 
 
 def _speaks(call: _Call) -> bool:

@@ -84,12 +84,14 @@ class Figures:
         """The first messages of each kind of fault."""
         self.kept = 0
         """Good ones that keep the objective."""
-        self.tokens_in = self.tokens_out = self.cached = 0
+        self.tokens_in = self.tokens_out = self.cached = self.known = 0
         self.chunks = self.bundled = 0
         self.sources: Counter[str] = Counter()
         """Where the number of output tokens of how many requests is from: "usage", or "events"."""
         self.with_cached = 0
         """Good ones whose usage says something of cached tokens."""
+        self.with_known = 0
+        """Good ones of which some input tokens had been sent or written before, which are added up in `known`."""
         self.without_usage = 0
         self.short = 0
         """Good ones with fewer output tokens than were asked for."""
@@ -110,8 +112,8 @@ class Figures:
             second = stamp // SECOND
             by_second[second] = by_second.get(second, 0) + 1
 
-    def add(self, exchange: Exchange, asked: int | None = None) -> None:
-        """One that has ended; `asked`: output tokens that it was to have."""
+    def add(self, exchange: Exchange, asked: int | None = None, known: int | None = None) -> None:
+        """One that has ended; `asked`: output tokens that it was to have; `known`: input tokens that were sent or written before."""
         self.reconnects += exchange.reconnects
         if exchange.sent and (not self.first or exchange.sent < self.first):
             self.first = exchange.sent
@@ -124,6 +126,9 @@ class Figures:
         tokens = self._tokens(exchange)
         if asked is not None and tokens < asked:
             self.short += 1
+        if known is not None and exchange.usage is not None and exchange.usage.prompt:
+            self.known += min(known, exchange.usage.prompt)
+            self.with_known += 1
         found = times_of(exchange, tokens)
         for name, value in found.items():
             self.times[name].add(value)

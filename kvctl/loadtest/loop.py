@@ -445,6 +445,8 @@ class Loop:
                     seen += 1
                     if said.answer and not exchange.answer_at:
                         exchange.answer_at = stamp
+                if exchange.wrote is not None:
+                    exchange.wrote.add(said)
                 if exchange.events is not None:
                     exchange.events.append(event)
                 if said.usage is not None:

@@ -59,10 +59,8 @@ class ServeReport(Record):
             "schema": SCHEMA, "kvctl_version": __version__, "dry_run": self.dry, "interrupted": self.interrupted,
             "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
             "settings": {
-                "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens,
-                "prefix_tokens": plan.prefix_tokens, "groups": plan.groups, "designed_hit_rate": plan.designed,
                 "requests": None if plan.length is None else plan.length.requests,
-                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
+                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors, "retries": plan.retries,
                 "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
                 "steps": [step.to_dict() for step in plan.steps],
             },
@@ -95,7 +93,7 @@ def _load(one: Outcome) -> dict[str, Any]:
             "preemptions": seen.preemptions, "resets": seen.resets, "counters": dict(one.counters),
             "series": [{"seconds": (sample.at - first) / 1e9, **_gauges(sample)} for sample in one.samples],
         },
-        "hit_rate": one.hit_rate, "hit_rate_of_counters": one.counted_hit_rate, "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
+        "retried": one.retried, "lengths_changed": one.cut, "designed_hit_rate": one.designed, "hit_rate": one.hit_rate, "hit_rate_of_counters": one.counted_hit_rate, "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
     }  # fmt: skip
 
 
@@ -109,6 +107,7 @@ def server_of(session: Session) -> dict[str, Any]:
     return {
         "engine": server.engine, "version": server.version, "model": session.wire.model, "models": list(server.models),
         "context": server.context, "slots": server.slots, "metrics": server.metrics, "facts": dict(server.facts),
-        "address": session.address.host, "tokens_counted_by": session.counted_by, "prompts_exact": session.vocabulary.exact,
-        "prompt_overhead_tokens": session.vocabulary.around, "usage_in_streams": session.wire.usage, "seed": session.seed,
+        "address": session.address.host, "tokens_counted_by": session.counted_by,
+        "prompts_exact": None if session.vocabulary is None else session.vocabulary.exact,
+        "prompt_overhead_tokens": None if session.vocabulary is None else session.vocabulary.around, "usage_in_streams": session.wire.usage, "seed": session.seed,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import secrets
 import time
@@ -18,6 +19,7 @@ from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures, Slo
 from kvctl.loadtest.loop import Loop, Patience
+from kvctl.loadtest.work import Kit, Traced, Work
 from kvctl.record import Record
 from kvctl.units import plural
 
@@ -27,25 +29,41 @@ if TYPE_CHECKING:
 SECOND = load.SECOND
 _AHEAD = 64
 """Requests that are ready before they are due, beside one for each that is under way."""
+_MOST_READY = 256 * 2**20
+"""Bytes of them."""
 
 
 class Step(Record):
-    """One load."""
+    """One load: requests of a kind, so many at once, so many a second, or (neither) by their own times."""
 
+    work: Work
     at_once: int | None = None
-    """Requests that are kept under way; None: they are sent by a clock."""
+    """Requests that are kept under way; conversations, where those are what is sent."""
     rate: float | None = None
     """A second."""
+    last_rate: float | None = None
+    """At the end, where the rate rises or falls."""
     burstiness: float | None = None
     """Of the gaps; None: they are even."""
+    beside: str = ""
+    """In what requests of this load differ from those of others."""
 
     @property
     def words(self) -> str:
-        """ "16 at once", "5 a second"."""
-        return f"{self.at_once:,} at once" if self.at_once is not None else f"{self.rate:g} a second"
+        """ "16 at once", "5 a second", "1 to 10 a second, 4,096 in"."""
+        if self.at_once is not None:
+            pace = f"{self.at_once:,} at once"
+        elif self.rate is None:
+            pace = "by its times"
+        elif self.last_rate is None:
+            pace = f"{self.rate:g} a second"
+        else:
+            pace = f"{self.rate:g} to {self.last_rate:g} a second"
+        return f"{pace}, {self.beside}" if self.beside else pace
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fields}
+        out = {name: getattr(self, name) for name in ("at_once", "rate", "last_rate", "burstiness")}
+        return out | {"words": self.words, "work": self.work.to_dict()}
 
 
 class Plan(Record):
@@ -53,8 +71,6 @@ class Plan(Record):
 
     place: target.Place
     steps: tuple[Step, ...]
-    input_tokens: int
-    output_tokens: int
     length: load.Length | None = None
     """Of each load; None: by how many requests are under way."""
     path: str = asks.CHAT
@@ -76,19 +92,23 @@ class Plan(Record):
     """Seconds between looks at the server's metrics."""
     limit: bool = False
     """Whether the steps are only where a search for the limit begins."""
-    prefix_tokens: int = 0
-    """With which prompts begin alike; 0: no two do."""
-    groups: int = 1
-    """Beginnings that there are."""
+    retries: int = 0
+    """Times that a request is sent again which the server turned away."""
+
+    def warm_of(self, step: Step) -> int:
+        """Requests of the warm-up."""
+        warm = self.warm if self.warm is not None else max(8, step.at_once or 0)
+        count = step.work.count
+        return warm if count is None or self.warm is not None else min(warm, count // 4)
 
     def length_of(self, step: Step) -> load.Length:
-        """As asked, else four requests for each that is under way, and enough to tell percentiles from."""
+        """As asked, else all that there are; else four requests for each that is under way, and enough to tell percentiles from."""
+        count = step.work.count
+        if count is not None:
+            left = max(1, count - self.warm_of(step))
+            asked = self.length or load.Length()
+            return asked.replace(requests=left if asked.requests is None else min(asked.requests, left))
         return self.length or load.Length(requests=max(24 if self.limit else 50, 4 * (step.at_once or 0)))
-
-    @property
-    def designed(self) -> float | None:
-        """Share of input tokens that may be found in the server's cache, template and all; None where nothing is meant to be."""
-        return self.prefix_tokens / self.input_tokens if self.prefix_tokens else None
 
 
 class Outcome(Record):
@@ -112,6 +132,16 @@ class Outcome(Record):
     cpu: float
     given_up: str | None = None
     interrupted: bool = False
+    retried: int = 0
+    """Times that a request was sent again which the server had turned away."""
+    cut: int = 0
+    """Requests of another length than drawn: what stands around any prompt is longer, or the server's context shorter."""
+
+    @property
+    def designed(self) -> float | None:
+        """Share of input tokens that had been sent or written before, and may be found in the server's cache; None where none were meant to."""
+        figures = self.figures
+        return figures.known / figures.tokens_in if figures.with_known and figures.tokens_in else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -135,22 +165,31 @@ class Outcome(Record):
 class Ready:
     """Requests that are made before they are due."""
 
-    def __init__(self, make: Callable[[], bytes]) -> None:
+    def __init__(self, make: Callable[[], load.Ask | None]) -> None:
         self._make = make
-        self._made: deque[bytes] = deque()
+        self._made: deque[load.Ask] = deque()
+        self._bytes = 0
         self.late = 0
         """Requests that were made when they were due."""
 
     def fill(self, count: int) -> None:
-        """Until there are so many."""
-        while len(self._made) < count:
-            self._made.append(self._make())
+        """Until there are so many, or no more, or they take too much memory."""
+        while len(self._made) < count and self._bytes < _MOST_READY:
+            ask = self._make()
+            if ask is None:
+                return
+            self._made.append(ask)
+            self._bytes += len(ask.data)
 
-    def take(self) -> bytes:
+    def take(self) -> load.Ask:
         if self._made:
-            return self._made.popleft()
+            ask = self._made.popleft()
+            self._bytes -= len(ask.data)
+            return ask
         self.late += 1
-        return self._make()
+        made = self._make()
+        assert made is not None, "more requests than there are"
+        return made
 
 
 class Session:
@@ -170,13 +209,43 @@ class Session:
                              hint="it serves " + ", ".join(self.server.models[:5]))  # fmt: skip
         self.wire = asks.Wire(plan.place, plan.path, model, self.server.engine, plan.headers, plan.extra)
         self.seed = secrets.randbits(48) if plan.seed is None else plan.seed
-        self.vocabulary, self.counted_by = self._vocabulary()
         self.notes: list[str] = []
+        self.counted_by: str | None = None
+        """How tokens of prompts were counted; None where nobody had to."""
+        self._learned: dict[str, words.Vocabulary] = {}
+        self.steps = tuple(step.replace(work=self._fitting(step.work)) for step in plan.steps)
+        self.vocabulary = self._vocabulary(self.steps[0].work)
 
-    def _vocabulary(self) -> tuple[words.Vocabulary, str]:
-        self.say("counting tokens of words")
-        count, how = counter(self.client, self.wire)
-        return words.learn(count, words.candidates(texts.read(texts.samples()[0]))), how
+    def _fitting(self, work: Work) -> Work:
+        """Without what the server cannot take, where some of it may be left out."""
+        if not isinstance(work, Traced):
+            return work
+        found = work.fitting(self.server.context)
+        note = (
+            f"{plural(found.left_out, 'request')} of {work.path} left out: longer than the {found.limit:,} tokens that the server takes"
+            if found.limit
+            else ""
+        )
+        if note and note not in self.notes:
+            self.notes.append(note)
+        return found
+
+    def _vocabulary(self, work: Work) -> words.Vocabulary | None:
+        """Words to make its prompts of; what stands around a prompt depends on what else is in the body."""
+        if not work.made:
+            return None
+        key = json.dumps(dict(work.extra), sort_keys=True)
+        if key not in self._learned:
+            self.say("counting tokens of words")
+            count, self.counted_by = counter(self.client, self._wire_of(work))
+            self._learned[key] = words.learn(count, words.candidates(texts.read(texts.samples()[0])))
+        return self._learned[key]
+
+    def _wire_of(self, work: Work) -> asks.Wire:
+        return self.wire.replace(full_length=not work.natural, extra={**work.extra, **self.wire.extra})
+
+    def _kit(self, work: Work, lot: random.Random) -> Kit:
+        return Kit(self._wire_of(work), self._vocabulary(work), lot, self.server.context)
 
     def check(self) -> None:
         """Refuses what the server cannot take, and finds out whether it counts tokens in streams.
@@ -185,13 +254,20 @@ class Session:
             KvctlError: it cannot.
 
         """
-        plan, limit = self.plan, self.server.context
-        asked = plan.input_tokens + plan.output_tokens
-        if limit is not None and asked > limit:
-            raise KvctlError(f"{plan.input_tokens:,} tokens in and {plan.output_tokens:,} out are {asked:,}, and the server takes {limit:,}",
-                             hint="fewer --input-tokens or --output-tokens")  # fmt: skip
+        limit = self.server.context
+        for work in (step.work for step in self.steps):
+            if limit is not None and work.longest is not None and work.longest > limit:
+                raise KvctlError(f"{work.words}: up to {work.longest:,} tokens, and the server takes {limit:,}",
+                                 hint="fewer --input-tokens or --output-tokens")  # fmt: skip
         self.say("trying one request")
         one = self._tried()
+        if one.fault is not None and one.status == 400 and self.steps[0].work.extra.get("tools"):
+            # vLLM lets a model choose a tool only where it was started for that; definitions are read all the same.
+            self.wire = self.wire.replace(extra={**self.wire.extra, "tool_choice": "none"})
+            again = self._tried()
+            if again.fault is None:
+                self.notes.append(f"tools are defined, and not to be called: {one.fault.message}")
+            one = again
         if one.fault is not None and one.status == 400 and self.wire.usage:
             # Some servers refuse to be asked for usage in a stream (rocketride-server#1780).
             self.wire = self.wire.replace(usage=False)
@@ -203,46 +279,38 @@ class Session:
             raise KvctlError(f"the first request failed: {one.fault.kind}: {one.fault.message}",
                              hint="--endpoint completions or chat, --model, --api-key-env?")  # fmt: skip
         found = one.usage.prompt if one.usage is not None else None
-        if found is not None and abs(found - plan.input_tokens) > 0.01 * plan.input_tokens:
-            self.notes.append(
-                f"prompts of {plan.input_tokens:,} tokens were asked for, and the server counts {found:,}"
-            )
+        asked = one.key.ask.tokens if isinstance(one.key, load.Key) else None
+        if found is not None and asked is not None and abs(found - asked) > 0.01 * asked:
+            self.notes.append(f"a prompt of {asked:,} tokens was made, and the server counts {found:,}")
 
     def _tried(self) -> Exchange:
         """One request that counts for nothing."""
-        done: list[Exchange] = []
-        lot = random.Random(self.seed ^ 1)
-        data = self.wire.request(
-            self.wire.body(self.vocabulary.prompt(self.plan.input_tokens, lot), min(4, self.plan.output_tokens))
-        )
-        once = load.Closed(1, lambda number: data, load.Length(requests=1), done.append)
-        loop = self.loop()
-        try:
-            loop.run(once)
-        finally:
-            loop.close()
-        return done[0]
+        work = self.steps[0].work
+        kit = self._kit(work, random.Random(self.seed ^ 1)).replace(most_out=4)
+        ask = work.source(kit).next()
+        assert ask is not None
+        return self._sent([ask])[0]
 
-    def _prime(self, beginnings: Sequence[str], lot: random.Random) -> None:
-        """A request with each beginning, one after the other: those that are measured do not race to be its first (sglang#37359).
+    def _prime(self, wanted: Sequence[load.Ask]) -> None:
+        """Requests one after the other, before those that are measured: these do not race to be the first of a beginning (sglang#37359).
 
         Raises:
             KvctlError: one fails.
 
         """
-        done: list[Exchange] = []
-        data = [
-            self.wire.request(self.wire.body(self.vocabulary.prompt(self.plan.input_tokens, lot, one), 1))
-            for one in beginnings
-        ]
-        loop = self.loop()
-        try:
-            loop.run(load.Closed(1, lambda number: data[number], load.Length(requests=len(data)), done.append))
-        finally:
-            loop.close()
-        bad = next((one.fault for one in done if one.fault is not None), None)
+        bad = next((one.fault for one in self._sent(wanted) if one.fault is not None), None)
         if bad is not None:
             raise KvctlError(f"filling the cache: {bad.kind}: {bad.message}")
+
+    def _sent(self, wanted: Sequence[load.Ask]) -> list[Exchange]:
+        """Some requests, one after the other, that count for nothing."""
+        done: list[Exchange] = []
+        loop = self.loop()
+        try:
+            loop.run(load.Closed(1, lambda number: wanted[number], load.Length(requests=len(wanted)), done.append))
+        finally:
+            loop.close()
+        return done
 
     def loop(self) -> Loop:
         """A new one, without connections."""
@@ -256,21 +324,12 @@ class Session:
         """One load; `keep` is shown every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so."""
         plan = self.plan
         lot = random.Random(f"{self.seed} {number}")
-        beginnings = (
-            [self.vocabulary.prompt(plan.prefix_tokens, lot) for _ in range(plan.groups)]
-            if plan.prefix_tokens
-            else [""]
-        )
-        if plan.prefix_tokens:
-            self.say(f"{step.words}: filling the cache with {plural(plan.groups, 'beginning')}")
-            self._prime(beginnings, lot)
-
-        def make() -> bytes:
-            prompt = self.vocabulary.prompt(plan.input_tokens, lot, lot.choice(beginnings))
-            return self.wire.request(self.wire.body(prompt, plan.output_tokens))
-
-        ready, figures, steady = Ready(make), Figures(plan.slo), Figures(plan.slo)
-        asked = plan.output_tokens if self.wire.lengthens else None
+        making = step.work.source(self._kit(step.work, lot))
+        beginnings = making.prime()
+        if beginnings:
+            self.say(f"{step.words}: filling the cache with {plural(len(beginnings), 'beginning')}")
+            self._prime(beginnings)
+        ready, figures, steady = Ready(making.next), Figures(plan.slo), Figures(plan.slo)
         sent_by: dict[str, Any] = {}
 
         def told(exchange: Exchange) -> None:
@@ -279,19 +338,18 @@ class Session:
             assert isinstance(key, load.Key)
             measured = key.phase == load.MEASURED
             if measured:
-                figures.add(exchange, asked)
+                figures.add(exchange, key.ask.asked, key.ask.known)
             else:
                 figures.see(exchange)
             if measured and exchange.good and not source.stopped:
-                steady.add(exchange, asked)
+                steady.add(exchange, key.ask.asked, key.ask.known)
             keep(exchange)
             given_up = self._too_many(figures)
             if given_up is not None:
                 sent_by.setdefault("given_up", given_up)
                 source.stop()
 
-        warm = plan.warm if plan.warm is not None else max(8, step.at_once or 0)
-        source = self._source(step, lambda number: ready.take(), told, warm, lot)
+        source = self._source(step, lambda number: ready.take(), told, lot)
         ready.fill(_AHEAD + (step.at_once or 0))
         watch = metrics.Watch(self.client, self.server.engine, plan.every) if self.server.metrics else None
         loop = self.loop()
@@ -319,21 +377,30 @@ class Session:
                 loop.close()
                 if watch is not None:
                     watch.stop()
-        return self._outcome(step, source, figures, steady, watch, share, sent_by.get("given_up"), interrupted)
+        found = self._outcome(step, source, figures, steady, watch, share, sent_by.get("given_up"), interrupted)
+        return found.replace(retried=source.retried, cut=making.cut)
 
     def _source(
-        self, step: Step, make: load.Make, told: Callable[[Exchange], None], warm: int, lot: random.Random
+        self, step: Step, make: load.Make, told: Callable[[Exchange], None], lot: random.Random
     ) -> load.Closed | load.Open:
-        length, drain = self.plan.length_of(step), self.plan.patience.silence
+        plan = self.plan
+        length, warm, drain = plan.length_of(step), plan.warm_of(step), plan.patience.silence
         if step.at_once is not None:
-            return load.Closed(step.at_once, make, length, told, warm, drain)
-        assert step.rate is not None
-        times: Iterator[float] = (
-            load.constant(step.rate)
-            if step.burstiness is None
-            else load.gamma(step.rate, step.burstiness, lot.getrandbits(48))
-        )
-        return load.Open(times, make, length, told, warm, drain)
+            return load.Closed(step.at_once, make, length, told, warm, drain, plan.retries)
+        return load.Open(self._times(step, length, lot), make, length, told, warm, drain, retries=plan.retries)
+
+    @staticmethod
+    def _times(step: Step, length: load.Length, lot: random.Random) -> Iterator[float]:
+        own = step.work.times()
+        if step.rate is None:
+            assert own is not None
+            return own
+        if step.last_rate is not None:
+            assert length.seconds is not None
+            return load.ramp(step.rate, step.last_rate, length.seconds)
+        if step.burstiness is None:
+            return load.constant(step.rate)
+        return load.gamma(step.rate, step.burstiness, lot.getrandbits(48))
 
     def _too_many(self, figures: Figures) -> str | None:
         """Why a load is given up."""

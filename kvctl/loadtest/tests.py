@@ -67,9 +67,11 @@ def _line(one: Exchange, step: int) -> dict[str, Any]:
     def since(stamp: int) -> float | None:
         return (stamp - one.scheduled) / 1e9 if stamp else None
 
-    usage = one.usage
+    usage, key = one.usage, one.key
+    assert isinstance(key, Key)
     return {
-        "load": step, "number": one.key.number if isinstance(one.key, Key) else None, "phase": one.key.phase if isinstance(one.key, Key) else None,
+        "load": step, "number": key.number, "phase": key.phase, "tries": key.tries + 1, "built_input_tokens": key.ask.tokens,
+        "known_input_tokens": key.ask.known,
         "sent": since(one.sent), "first_byte": since(one.first_byte), "first_token": since(one.first_token),
         "first_answer": since(one.answer_at), "last_token": since(one.last_token), "ended": since(one.ended), "events": len(one.stamps),
         "input_tokens": None if usage is None else usage.prompt, "output_tokens": None if usage is None else usage.completion,
@@ -100,27 +102,29 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
     outcomes: list[Outcome] = []
 
     def one(step: Step) -> Outcome:
-        now.stage(f"{step.words}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out")
+        now.stage(f"{step.words}: {step.work.words}")
         log.step = len(outcomes)
         outcomes.append(session.run(step, len(outcomes), log.add, now.say))
         return outcomes[-1]
 
     if plan.limit:
-        report = report.replace(limit=_searched(plan, one))
+        report = report.replace(limit=_searched(session, one))
     else:
-        for step in plan.steps:
+        for step in session.steps:
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
     return report.replace(notes=tuple(session.notes), outcomes=tuple(_judged(report)))
 
 
-def _searched(plan: Plan, one: Callable[[Step], Outcome]) -> limit.Limit:
-    def test(at_once: int) -> tuple[Outcome, str | None]:
-        outcome = one(Step(at_once=at_once))
-        return outcome, limit.breaks(outcome, missed(plan, outcome))
+def _searched(session: Session, one: Callable[[Step], Outcome]) -> limit.Limit:
+    (step,) = session.steps
 
-    return limit.search(test, plan.steps[0].at_once or 1, MOST_AT_ONCE)
+    def test(at_once: int) -> tuple[Outcome, str | None]:
+        outcome = one(step.replace(at_once=at_once))
+        return outcome, limit.breaks(outcome, missed(session.plan, outcome))
+
+    return limit.search(test, step.at_once or 1, MOST_AT_ONCE)
 
 
 def _judged(report: ServeReport) -> Iterator[Outcome]:
