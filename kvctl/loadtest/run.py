@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl import texts
 from kvctl.errors import KvctlError
 from kvctl.loadtest import asks, load, metrics, target, verdict, words
+from kvctl.loadtest.capacity import Sizing
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures, Slo
@@ -23,6 +24,8 @@ from kvctl.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvctl.loadtest.launch import Launch
 
 SECOND = load.SECOND
 _AHEAD = 64
@@ -80,6 +83,11 @@ class Plan(Record):
     """With which prompts begin alike; 0: no two do."""
     groups: int = 1
     """Beginnings that there are."""
+    launch: Launch | None = None
+    """What is started for the test."""
+    sizing: Sizing = Sizing()
+    """What is known of how the server was started."""
+    notes: tuple[str, ...] = ()
 
     def length_of(self, step: Step) -> load.Length:
         """As asked, else four requests for each that is under way, and enough to tell percentiles from."""
@@ -165,13 +173,17 @@ class Session:
         model = plan.model or (self.server.models[0] if self.server.models else None)
         if model is None:
             raise KvctlError(f"{plan.place.root} names no model", hint="--model NAME")
-        if plan.model is not None and self.server.models and plan.model not in self.server.models:
+        # transformers loads what it is asked for.
+        listed = plan.model in self.server.models or not self.server.models or self.server.engine == "transformers"
+        if plan.model is not None and not listed:
             raise KvctlError(f"{plan.place.root} does not serve {plan.model[:80]}",
                              hint="it serves " + ", ".join(self.server.models[:5]))  # fmt: skip
         self.wire = asks.Wire(plan.place, plan.path, model, self.server.engine, plan.headers, plan.extra)
         self.seed = secrets.randbits(48) if plan.seed is None else plan.seed
         self.vocabulary, self.counted_by = self._vocabulary()
         self.notes: list[str] = []
+        self.cells: int | None = None
+        """Of llama.cpp's cache, where that is known."""
 
     def _vocabulary(self) -> tuple[words.Vocabulary, str]:
         self.say("counting tokens of words")
@@ -293,7 +305,11 @@ class Session:
         warm = plan.warm if plan.warm is not None else max(8, step.at_once or 0)
         source = self._source(step, lambda number: ready.take(), told, warm, lot)
         ready.fill(_AHEAD + (step.at_once or 0))
-        watch = metrics.Watch(self.client, self.server.engine, plan.every) if self.server.metrics else None
+        watch = (
+            metrics.Watch(self.client, self.server.engine, plan.every, cells=self.cells)
+            if self.server.metrics
+            else None
+        )
         loop = self.loop()
         interrupted = False
         with undisturbed():
