@@ -118,6 +118,7 @@ _SIDE = obj(
     {
         "tokens": maybe(whole("That it holds, of however many requests.")),
         "bytes": maybe(whole("That it takes, on each rank.")),
+        "bytes_within": whole("Half of the last digit that they are printed with; 0: exact, or not available."),
         "blocks": maybe(whole("Of a pool.")),
         "concurrency": maybe(number("Requests of the longest length that the server takes.")),
         "requests": maybe(whole("Requests of this run's length that are served at once.")),

@@ -46,6 +46,8 @@ class Side(Record):
     """That the cache holds, of however many requests."""
     bytes: int | None = None
     """That it takes, on each rank."""
+    bytes_within: int = 0
+    """Half of the last digit that they are printed with."""
     blocks: int | None = None
     concurrency: float | None = None
     """Requests of the longest length that the server takes."""
@@ -53,7 +55,7 @@ class Side(Record):
     """Requests of this run's length that are served at once."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in FIELDS}
+        return {name: getattr(self, name) for name in (*FIELDS, "bytes_within")}
 
 
 class Capacity(Record):
@@ -77,6 +79,12 @@ class Capacity(Record):
     def difference(self, name: str) -> float | None:
         """By how many percent what the server declares is more than what is predicted."""
         declared, predicted = getattr(self.declared, name), getattr(self.predicted, name)
+        if (
+            name == "bytes"
+            and None not in (declared, predicted)
+            and abs(declared - predicted) <= self.declared.bytes_within
+        ):
+            return 0.0
         return None if declared is None or not predicted else 100 * (declared - predicted) / predicted
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,16 +175,17 @@ def _of_vllm(client: Client, log: StartLog | None, notes: list[str]) -> tuple[Si
 def _of_llama_cpp(server: Server, log: StartLog | None) -> tuple[Side, list[str]]:
     """Cells and bytes are in the log alone: /slots says how many tokens each slot may take, not whether slots share them."""
     by = ["/props"] if server.slots is not None else []
-    tokens = size_ = None
+    tokens, size_, within = None, None, 0.0
     if log is not None and log.pools:
         tokens, size_ = _cells(log.pools), round(sum(pool.total for pool in log.pools))
+        within = sum(pool.half * len(pool.sizes) for pool in log.pools)
         by.append("its log")
     elif log is not None and (parts := (*log.all("kv_buffer"), *log.all("state_buffer"))):
-        size_ = round(sum(part.value for part in parts))
+        size_, within = round(sum(part.value for part in parts)), sum(part.half for part in parts)
         by.append("its log")
     if tokens is None and server.slots == 1:
         tokens = server.context
-    return Side(tokens=tokens, bytes=size_, requests=server.slots), by
+    return Side(tokens=tokens, bytes=size_, bytes_within=round(within), requests=server.slots), by
 
 
 def _cells(pools: Any) -> int | None:
@@ -267,8 +276,8 @@ def _of_pool(
         requests = min(requests, serving.max_sequences)
     blocks = whole.num_blocks
     found = Side(
-        whole.reported_capacity, None if blocks is None else blocks * whole.bytes_per_block or None, blocks,
-        whole.max_concurrency if plan.engine.name == "vllm" else None, requests,
+        tokens=whole.reported_capacity, bytes=None if blocks is None else blocks * whole.bytes_per_block or None, blocks=blocks,
+        concurrency=whole.max_concurrency if plan.engine.name == "vllm" else None, requests=requests,
     )  # fmt: skip
     if given:  # what was taken from the server is no prediction of it
         found = found.replace(tokens=None, blocks=None)
@@ -323,7 +332,7 @@ def _of_cells(sizing: Sizing, plan: SizePlan, server: Server, length: int, decla
         requests = min(int(slots), int(streams) * (cells // int(streams) // length))
         if declared.tokens is None and server.context is not None and server.slots is not None:
             declared = declared.replace(tokens=server.context * (server.slots if streams == slots else 1))
-    return Side(cells, found.reserved_bytes, None, None, requests), declared
+    return Side(tokens=cells, bytes=found.reserved_bytes, requests=requests), declared
 
 
 # -- numbers ------------------------------------------------------------------------------------------------

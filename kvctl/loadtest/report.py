@@ -36,6 +36,8 @@ class ServeReport(Record):
     """Of its KV cache."""
     started: Started | None = None
     """The server, where it was started for the test."""
+    ended: str | None = None
+    """Why that server was gone before it was to be."""
     notes: tuple[str, ...] = ()
     dry: bool = False
     """Nothing was sent."""
@@ -58,6 +60,8 @@ class ServeReport(Record):
     @property
     def failed(self) -> list[str]:
         """Loads that came to nothing, or were given up."""
+        if self.started is not None and self.ended is not None:
+            return [f"{self.ended}; its log: {self.started.log}"]
         if self.limit is not None and self.limit.borne is not None:
             return []
         out = [f"{one.step.words}: {one.given_up}" for one in self.outcomes if one.given_up is not None]

@@ -134,10 +134,8 @@ def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeRep
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
-    notes = [*plan.notes, *session.notes]
-    if started is not None and (why := started.ended) is not None:
-        notes.append(f"{why}; its log: {started.log}")
-    return report.replace(notes=tuple(notes), outcomes=tuple(_judged(report)))
+    ended = None if started is None else started.ended
+    return report.replace(notes=(*plan.notes, *session.notes), outcomes=tuple(_judged(report)), ended=ended)
 
 
 def _searched(plan: Plan, one: Callable[[Step], Outcome]) -> limit.Limit:
