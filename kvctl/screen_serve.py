@@ -11,6 +11,7 @@ from kvctl.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from kvctl.loadtest.calibrate import Calibration
+    from kvctl.loadtest.capacity import Capacity
     from kvctl.loadtest.histogram import Histogram
     from kvctl.loadtest.limit import Limit
     from kvctl.loadtest.load import Length
@@ -49,7 +50,12 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     for one in report.outcomes:
         out += _of_load(one)
     if report.limit is not None:
-        out.append((_limit(report.limit), "bold"))
+        out.append((_limit(report.limit, report.predicted), "bold"))
+    if report.capacity is not None:
+        out += [(line, "") for line in capacity_lines(report.capacity)]
+    if report.started is not None:
+        own = report.started
+        out.append((f"started: {own.command} (ready after {format_seconds(own.seconds)}; its log: {own.log})", "dim"))
     if report.outcomes:
         out += [(_footer(report), "dim"), (_client(report), "dim")]
     if report.dry:
@@ -61,6 +67,7 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
             (f"each load: {', '.join(lengths)}, after a warm-up ({warm})", ""),
             *((f"requests: {work}", "") for work in works),
             ("loads: " + "; ".join(step.words for step in plan.steps), ""),
+            *([(f"started first: {plan.launch.shown}", "")] if plan.launch is not None else []),
             ("nothing was sent", "dim"),
         ]
     if explain:
@@ -201,12 +208,46 @@ def print_calibration(screen: Screen, found: Calibration) -> None:
         screen.line(line, "dim")
 
 
-def _limit(found: Limit) -> str:
+def _limit(found: Limit, predicted: int | None) -> str:
+    beside = "" if predicted is None else f"; kvctl size predicts room for {predicted:,}"
     if found.broken is None:
-        return f"limit: none found up to {found.borne or 0:,} at once ({found.why})"
+        return f"limit: none found up to {found.borne or 0:,} at once ({found.why}){beside}"
     if found.borne is None:
-        return f"limit: not even 1 at once ({found.why})"
-    return f"limit: {found.borne:,} at once; at {found.broken:,}: {found.why}"
+        return f"limit: not even 1 at once ({found.why}){beside}"
+    return f"limit: {found.borne:,} at once; at {found.broken:,}: {found.why}{beside}"
+
+
+def capacity_lines(found: Capacity) -> list[str]:
+    """What the cache holds, as the server declares it and as kvctl size predicts it; what neither says is left out."""
+    names = {
+        "tokens": "tokens", "bytes": "bytes", "blocks": "blocks",
+        "concurrency": f"requests of {found.context or 0:,} tokens", "requests": f"requests of {found.length:,} tokens at once",
+    }  # fmt: skip
+    parts = []
+    for name, words in names.items():
+        declared, predicted = getattr(found.declared, name), getattr(found.predicted, name)
+        if declared is None and predicted is None:
+            continue
+        difference = found.difference(name)
+        beside = "" if difference is None else ", the same" if abs(difference) < 0.005 else f", {difference:+.2f}%"
+        parts.append(f"{words}: {_count(declared)} declared, {_count(predicted)} predicted{beside}")
+    if not parts:
+        return [f"KV cache: not available; {'; '.join(found.notes)}" if found.notes else "KV cache: not available"]
+    out = ["KV cache: " + "; ".join(parts)]
+    sources = []
+    if found.declared_by:
+        sources.append(f"declared by {' and '.join(found.declared_by)}")
+    if found.predicted_for is not None:
+        sources.append(f"predicted by kvctl size for {found.predicted_for} ({', '.join(found.settings)})")
+    if sources:
+        out.append("KV cache: " + "; ".join(sources))
+    return out + [f"KV cache: {note}" for note in found.notes]
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "not available"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
 def _client(report: ServeReport) -> str:

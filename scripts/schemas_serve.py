@@ -125,6 +125,17 @@ LOAD = obj(
         "interrupted": flag("Whether it was broken off."),
     },
 )
+_SIDE = obj(
+    "The cache.",
+    {
+        "tokens": maybe(whole("That it holds, of however many requests.")),
+        "bytes": maybe(whole("That it takes, on each rank.")),
+        "bytes_within": whole("Half of the last digit that they are printed with; 0: exact, or not available."),
+        "blocks": maybe(whole("Of a pool.")),
+        "concurrency": maybe(number("Requests of the longest length that the server takes.")),
+        "requests": maybe(whole("Requests of this run's length that are served at once.")),
+    },
+)
 SERVE_TEST = document(
     "kvctl.serve-test/1",
     "What kvctl serve-test --json prints",
@@ -149,6 +160,43 @@ SERVE_TEST = document(
                     "borne": maybe(whole("The most requests at once that nothing broke at; null: not even one.")),
                     "broken": maybe(whole("The fewest that something broke at; null: nothing broke.")),
                     "why": text("What broke, or why no more were tried."),
+                    "predicted": maybe(
+                        whole("Requests of this length that kvctl size expects at once; null: no answer.")
+                    ),
+                },
+            )
+        ),
+        "capacity": maybe(
+            obj(
+                "What the server's KV cache holds; null of a dry run.",
+                {
+                    "length": whole("Tokens of a request of this run, its answer included."),
+                    "context": maybe(whole("Tokens of the longest request that the server takes.")),
+                    "declared": _SIDE | {"description": "As the server declares it; null is not available."},
+                    "declared_by": listed("Where.", STRINGS),
+                    "predicted": _SIDE | {"description": "As kvctl size predicts it; null is not available."},
+                    "predicted_for": of(["string", "null"], "Model, engine and version of the rules."),
+                    "settings": listed("Where the prediction's settings come from.", STRINGS),
+                    "difference_percent": obj(
+                        "By how much what is declared is more than what is predicted; null where one is missing.",
+                        {
+                            name: maybe(number("In percent."))
+                            for name in ("tokens", "bytes", "blocks", "concurrency", "requests")
+                        },
+                    ),
+                    "notes": listed("What to know of them.", STRINGS),
+                },
+            )
+        ),
+        "started": maybe(
+            obj(
+                "The server that --launch started; null of one that ran.",
+                {
+                    "engine": text("Which."),
+                    "command": text("The command line."),
+                    "program": text("Where the program is."),
+                    "log": text("The file that its log is in."),
+                    "seconds": number("From its start until it was ready."),
                 },
             )
         ),

@@ -14,12 +14,56 @@ def serve_test(
     url: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="URL", help="The server: http://127.0.0.1:8000, with /v1 or without.", show_default=False
+            metavar="URL",
+            help="The server: http://127.0.0.1:8000, with /v1 or without. Default: the one that answers on this machine.",
+            show_default=False,
         ),
     ] = None,
     model: Annotated[
         Optional[str],
-        typer.Option("--model", "-m", metavar="NAME", help="Default: the first that it serves.", show_default=False),
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            help="Default: the first that it serves. Of --launch: the .gguf file, folder or name to start it with.",
+            show_default=False,
+        ),
+    ] = None,
+    launch: Annotated[
+        Optional[str],
+        typer.Option(
+            "--launch",
+            metavar="ENGINE",
+            help="Start llama.cpp, vllm or transformers for the test; or a command line: 'llama-server -m X.gguf -np 4'.",
+            show_default=False,
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        Optional[str],
+        typer.Option(
+            "--start-timeout",
+            metavar="TIME",
+            help="It may take so long to be ready. Default: 15m.",
+            show_default=False,
+        ),
+    ] = None,
+    server_log: Annotated[
+        Optional[str],
+        typer.Option(
+            "--server-log",
+            metavar="FILE",
+            help="The log of the server's start, read for its KV cache; of --launch where it is written.",
+            show_default=False,
+        ),
+    ] = None,
+    size_model: Annotated[
+        Optional[str],
+        typer.Option(
+            "--size-model",
+            metavar="MODEL",
+            help="The model as kvctl size knows it, for what is predicted. Default: what it was started with, or its name.",
+            show_default=False,
+        ),
     ] = None,
     endpoint: Annotated[str, typer.Option("--endpoint", metavar="NAME", help="chat or completions.")] = "chat",
     input_tokens: Annotated[
@@ -273,15 +317,17 @@ def serve_test(
       kvctl serve-test http://127.0.0.1:8000 --turns 6 --turn-tokens 100-400 --think 2s -c 32
       kvctl serve-test http://127.0.0.1:8000 --trace mooncake.jsonl --speed 2 --duration 10m
       kvctl serve-test http://127.0.0.1:8000 --find-limit --slo tpot=50ms,p95
+      kvctl serve-test --launch llama.cpp --model model-Q4_1.gguf -c 4
+      kvctl serve-test --launch "vllm serve ./model --max-model-len 2048" --find-limit
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
-    from kvctl import options, options_serve, output_profile, output_serve, signals
+    from kvctl import options, options_launch, options_serve, output_profile, output_serve, signals
     from kvctl.errors import ExitCode, UsageError
 
     form = options.read_output_format(format_, json_)
     if calibrate:
-        if url is not None:
+        if url is not None or launch is not None:
             raise UsageError("--calibrate brings its own server", hint="kvctl serve-test --calibrate")
         from kvctl.loadtest import calibrate as own
 
@@ -291,17 +337,21 @@ def serve_test(
         own.save(found)
         output_serve.emit_calibration(found, form)
         return
-    if url is None:
-        raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
+    aim = options_launch.read_aim(
+        url, launch, model, server_log=server_log, start_timeout=start_timeout, dry_run=dry_run
+    )
     load = options_serve.Load(
         input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, turns=turns,
         turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
         burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
     )  # fmt: skip
     plan = options_serve.read_plan(
-        url, load, sweeps=sweep or [], model=model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
+        aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
         extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
     )  # fmt: skip
+    plan = plan.replace(
+        sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes
+    )
     signals.heed()
     from kvctl.loadtest import tests
 

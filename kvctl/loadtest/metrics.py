@@ -111,9 +111,9 @@ def read(page: str, engine: str, at: int = 0) -> Sample:
     return Sample(at, values, series, info)
 
 
-def of_slots(answer: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """llama.cpp's /slots: tokens that requests under way hold, and their share of all cells."""
-    cells = sum(int(slot.get("n_ctx") or 0) for slot in answer)
+def of_slots(answer: Sequence[Mapping[str, Any]], cells: int | None = None) -> dict[str, float]:
+    """llama.cpp's /slots: tokens that requests under way hold, and their share of all cells; without `cells` each slot has its own."""
+    cells = cells or sum(int(slot.get("n_ctx") or 0) for slot in answer)
     held = 0
     for slot in answer:
         if slot.get("is_processing"):
@@ -157,8 +157,10 @@ class Watch:
     """Looks at the server's metrics on a timer, in a thread of its own, from `start` to `stop`."""
 
     def __init__(
-        self, client: Client, engine: str, every: float = 0.25, clock: Callable[[], int] = time.monotonic_ns
-    ) -> None:
+        self, client: Client, engine: str, every: float = 0.25, clock: Callable[[], int] = time.monotonic_ns, cells: int | None = None
+    ) -> None:  # fmt: skip
+        """`cells`: of llama.cpp's whole cache, where that is known."""
+        self.cells = cells
         self.client, self.engine, self.every, self._clock = client, engine, every, clock
         self.samples: list[Sample] = []
         self.misses = 0
@@ -196,7 +198,7 @@ class Watch:
             if self.engine == "llama.cpp":
                 slots = self.client.get("/slots")
                 if slots is not None and slots.status_code == 200:
-                    sample = sample.replace(values={**sample.values, **of_slots(slots.json())})
+                    sample = sample.replace(values={**sample.values, **of_slots(slots.json(), self.cells)})
             self.samples.append(sample)
         except (KvctlError, ValueError, TypeError, AttributeError) as error:
             self.misses += 1

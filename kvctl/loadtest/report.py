@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvctl import __version__
 from kvctl.loadtest import metrics
 from kvctl.loadtest.calibrate import Calibration
+from kvctl.loadtest.capacity import Capacity
 from kvctl.loadtest.figures import DEFINITIONS
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.run import Outcome, Plan, Session
 from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from kvctl.loadtest.launch import Started
 
 SCHEMA = "kvctl.serve-test/1"
 
@@ -28,10 +32,21 @@ class ServeReport(Record):
     """Between what it lies, where it was looked for."""
     calibration: Calibration | None = None
     """Of the client, where it was measured on this machine."""
+    capacity: Capacity | None = None
+    """Of its KV cache."""
+    started: Started | None = None
+    """The server, where it was started for the test."""
+    ended: str | None = None
+    """Why that server was gone before it was to be."""
     notes: tuple[str, ...] = ()
     dry: bool = False
     """Nothing was sent."""
     interrupted: bool = False
+
+    @property
+    def predicted(self) -> int | None:
+        """Requests of this run's length that kvctl size expects at once; None where it has no answer."""
+        return None if self.capacity is None else self.capacity.predicted.requests
 
     @property
     def missed(self) -> list[str]:
@@ -45,6 +60,8 @@ class ServeReport(Record):
     @property
     def failed(self) -> list[str]:
         """Loads that came to nothing, or were given up."""
+        if self.started is not None and self.ended is not None:
+            return [f"{self.ended}; its log: {self.started.log}"]
         if self.limit is not None and self.limit.borne is not None:
             return []
         out = [f"{one.step.words}: {one.given_up}" for one in self.outcomes if one.given_up is not None]
@@ -66,7 +83,9 @@ class ServeReport(Record):
             },
             "definitions": dict(DEFINITIONS), "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "loads": [_load(one) for one in self.outcomes],
-            "limit": None if self.limit is None else self.limit.to_dict(), "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
+            "limit": None if self.limit is None else self.limit.to_dict() | {"predicted": self.predicted},
+            "capacity": None if self.capacity is None else self.capacity.to_dict(),
+            "started": None if self.started is None else self.started.to_dict(), "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
         }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl import texts
 from kvctl.errors import KvctlError
 from kvctl.loadtest import asks, load, metrics, target, verdict, words
+from kvctl.loadtest.capacity import Sizing
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures, Slo
@@ -25,6 +26,8 @@ from kvctl.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvctl.loadtest.launch import Launch
 
 SECOND = load.SECOND
 _AHEAD = 64
@@ -94,6 +97,11 @@ class Plan(Record):
     """Whether the steps are only where a search for the limit begins."""
     retries: int = 0
     """Times that a request is sent again which the server turned away."""
+    launch: Launch | None = None
+    """What is started for the test."""
+    sizing: Sizing = Sizing()
+    """What is known of how the server was started."""
+    notes: tuple[str, ...] = ()
 
     def warm_of(self, step: Step) -> int:
         """Requests of the warm-up."""
@@ -204,7 +212,9 @@ class Session:
         model = plan.model or (self.server.models[0] if self.server.models else None)
         if model is None:
             raise KvctlError(f"{plan.place.root} names no model", hint="--model NAME")
-        if plan.model is not None and self.server.models and plan.model not in self.server.models:
+        # transformers loads what it is asked for.
+        listed = plan.model in self.server.models or not self.server.models or self.server.engine == "transformers"
+        if plan.model is not None and not listed:
             raise KvctlError(f"{plan.place.root} does not serve {plan.model[:80]}",
                              hint="it serves " + ", ".join(self.server.models[:5]))  # fmt: skip
         self.wire = asks.Wire(plan.place, plan.path, model, self.server.engine, plan.headers, plan.extra)
@@ -215,6 +225,8 @@ class Session:
         self._learned: dict[str, words.Vocabulary] = {}
         self.steps = tuple(step.replace(work=self._fitting(step.work)) for step in plan.steps)
         self.vocabulary = self._vocabulary(self.steps[0].work)
+        self.cells: int | None = None
+        """Of llama.cpp's cache, where that is known."""
 
     def _fitting(self, work: Work) -> Work:
         """Without what the server cannot take, where some of it may be left out."""
@@ -246,6 +258,13 @@ class Session:
 
     def _kit(self, work: Work, lot: random.Random) -> Kit:
         return Kit(self._wire_of(work), self._vocabulary(work), lot, self.server.context)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, with its answer; where lengths have no bound, the longest that the server takes, or 0."""
+        found = [step.work.longest for step in self.steps]
+        known = [one for one in found if one is not None]
+        return max(known) if len(known) == len(found) else self.server.context or 0
 
     def check(self) -> None:
         """Refuses what the server cannot take, and finds out whether it counts tokens in streams.
@@ -351,7 +370,11 @@ class Session:
 
         source = self._source(step, lambda number: ready.take(), told, lot)
         ready.fill(_AHEAD + (step.at_once or 0))
-        watch = metrics.Watch(self.client, self.server.engine, plan.every) if self.server.metrics else None
+        watch = (
+            metrics.Watch(self.client, self.server.engine, plan.every, cells=self.cells)
+            if self.server.metrics
+            else None
+        )
         loop = self.loop()
         interrupted = False
         with undisturbed():

@@ -207,18 +207,30 @@ def look(client: Client) -> Server:
         raise KvctlError(
             f"the server refuses: {listed.status_code}", hint="--api-key-env NAME takes the key from a variable"
         )
-    entries = _entries(listed)
-    owners = {str(entry.get("owned_by")).lower() for entry in entries}
-    models = tuple(str(entry["id"]) for entry in entries)
+    found_models = entries(listed)
+    owners = {str(entry.get("owned_by")).lower() for entry in found_models}
+    models = tuple(str(entry["id"]) for entry in found_models)
     server = listed.headers.get("server", "").lower() if listed is not None else ""
     found = _named(client, owners, server) or Server("unknown", None, (), None)
-    own = next((entry.get("max_model_len") for entry in entries if isinstance(entry.get("max_model_len"), int)), None)
+    own = next(
+        (entry.get("max_model_len") for entry in found_models if isinstance(entry.get("max_model_len"), int)), None
+    )
     metrics = client.get("/metrics")
     page = metrics is not None and metrics.status_code == 200 and b"# TYPE" in metrics.content
     return found.replace(models=models or found.models, context=found.context or own, metrics=page)
 
 
-def _entries(listed: httpx2.Response | None) -> list[dict[str, Any]]:
+def lists_models(listed: httpx2.Response) -> bool:
+    """Whether an answer of /v1/models is one, be the list empty."""
+    try:
+        found = listed.json() if listed.status_code == 200 else None
+    except ValueError:
+        return False
+    return isinstance(found, dict) and isinstance(found.get("data"), list)
+
+
+def entries(listed: httpx2.Response | None) -> list[dict[str, Any]]:
+    """Models of such an answer."""
     if listed is None or listed.status_code != 200:
         return []
     try:
@@ -259,6 +271,10 @@ def _named(client: Client, owners: set[str], server: str) -> Server | None:
         return Server("ollama", version, (), None)
     if "organization_owner" in owners:
         return Server("lmstudio", None, (), None)
+    # transformers/cli/serving/server.py: what no other has; without the Hub its list of models answers 500.
+    paths = client.object("/openapi.json").get("paths")
+    if isinstance(paths, dict) and {"/load_model", "/reset", "/v1/responses"} <= paths.keys():
+        return Server("transformers", None, (), None)
     return None
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
-from kvctl.loadtest import calibrate, limit, verdict
+from kvctl.loadtest import calibrate, capacity, limit, verdict
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.load import Key
 from kvctl.loadtest.report import ServeReport, missed, server_of
@@ -18,6 +18,7 @@ from kvctl.loadtest.run import Outcome, Plan, Session, Step
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
+    from kvctl.loadtest.launch import Started
     from kvctl.measure.run import Now
 
 
@@ -95,10 +96,30 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
         KvctlError: the server cannot be reached, or does not take such requests.
 
     """
-    report = planned(plan).replace(dry=False, calibration=calibrate.load())
+    if plan.launch is None:
+        return _tested(plan, now, log, None)
+    from kvctl.loadtest import launch
+
+    with launch.serving(plan.launch, now) as started:
+        # Of an engine that lists models, the one that it was started with is the first.
+        return _tested(plan.replace(place=started.place), now, log, started)
+
+
+def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeReport:
+    """A server that is there."""
+    report = planned(plan).replace(dry=False, calibration=calibrate.load(), started=started)
     session = Session(plan, now.stage)
     session.check()
-    report = report.replace(server=server_of(session))
+    held = capacity.look(
+        session.client,
+        session.server,
+        session.wire.model,
+        session.longest,
+        plan.sizing,
+        None if started is None else started.log,
+    )
+    session.cells = held.cells
+    report = report.replace(server=server_of(session), capacity=held)
     outcomes: list[Outcome] = []
 
     def one(step: Step) -> Outcome:
@@ -114,7 +135,8 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
-    return report.replace(notes=tuple(session.notes), outcomes=tuple(_judged(report)))
+    ended = None if started is None else started.ended
+    return report.replace(notes=(*plan.notes, *session.notes), outcomes=tuple(_judged(report)), ended=ended)
 
 
 def _searched(session: Session, one: Callable[[Step], Outcome]) -> limit.Limit:
