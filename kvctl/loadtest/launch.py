@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvctl.measure.run import Now
 
 HOST = "127.0.0.1"
+_LAST_BREATH_S = 1.0
+"""A server that does not answer may be about to end."""
 _TRIES = 3
 """Ports, where somebody else takes the one that was free."""
 _UNBOUND = re.compile(r"couldn't bind|exiting due to HTTP server error|address already in use", re.IGNORECASE)
@@ -340,6 +342,7 @@ def serving(launch: Launch, now: Now) -> Iterator[Started]:
             try:
                 yield Started(launch.engine, place, command, launch.words[0], str(log), seconds, child)
             except KvctlError as error:
+                child.may_end(_LAST_BREATH_S)
                 if child.running:
                     raise
                 raise KvctlError(f"{engine.program} ended: {child.last_words()}", hint=f"its log: {log}") from error

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvctl.measure.run import Now
 
 
+_LAST_BREATH_S = 1.0
+"""A server that breaks off connections may be about to end."""
 MOST_AT_ONCE = 4096
 """Requests at once that a search for the limit goes up to."""
 
@@ -135,7 +137,11 @@ def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeRep
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
-    ended = None if started is None else started.ended
+    ended = None
+    if started is not None:
+        if any(outcome.figures.faults for outcome in outcomes):
+            started.child.may_end(_LAST_BREATH_S)
+        ended = started.ended
     return report.replace(notes=(*plan.notes, *session.notes), outcomes=tuple(_judged(report)), ended=ended)
 
 
