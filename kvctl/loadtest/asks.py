@@ -64,7 +64,7 @@ class Wire(Record):
         name = f"[{place.name}]" if ":" in place.name else place.name
         head = [
             f"POST {place.base}{self.path} HTTP/1.1", f"Host: {name}:{place.port}", "Content-Type: application/json",
-            "Accept: text/event-stream", f"Content-Length: {len(data)}",
+            "Accept: text/event-stream", "Accept-Encoding: identity", f"Content-Length: {len(data)}",
             *(f"{key}: {value}" for key, value in self.headers.items()),
         ]  # fmt: skip
         return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + data
