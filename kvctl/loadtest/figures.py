@@ -8,13 +8,14 @@ from typing import Any
 
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.histogram import Histogram
+from kvctl.loadtest.slices import Slices
 from kvctl.record import Record
 
 SECOND = 1_000_000_000
 DEFINITIONS: Mapping[str, str] = {
     "ttft": "time to first token: from the end of sending to the first event with output (text, reasoning or a tool call)",
     "ttfat": "time to first answer token: the same to the first that is no reasoning",
-    "itl": "time between tokens: gaps between events with output, where these carry one token each",
+    "itl": "time between tokens: gaps between events with output, where these carry one token each, or usage says how many",
     "icl": "time between chunks: gaps between events with output, however many tokens they carry",
     "tpot": "time per output token: of each request (last event - first event) / (output tokens - 1)",
     "e2e": "end to end: from the end of sending to the last event with output",
@@ -23,6 +24,12 @@ DEFINITIONS: Mapping[str, str] = {
     "e2e_scheduled": "e2e from when the request was due",
 }
 TIMES = tuple(DEFINITIONS)
+RATES: Mapping[str, str] = {
+    "hit rate": "cached input tokens / all input tokens",
+    "goodput": "requests a second that keep --slo",
+    "error rate": "failed requests / ended requests, each once; failures are no samples of any time",
+}
+"""What other figures mean."""
 _ONE_EACH = 1.05
 """Tokens an event carries at most, on average, where its gaps are called time between tokens."""
 
@@ -73,7 +80,7 @@ def times_of(exchange: Exchange, tokens: int) -> dict[str, int]:
 
 
 class Figures:
-    """Adds exchanges up, in memory that does not grow with their number but for a count a second."""
+    """Adds exchanges up, in memory that does not grow with their number."""
 
     def __init__(self, slo: Slo | None = None) -> None:
         self.slo = slo
@@ -100,15 +107,20 @@ class Figures:
         """Of those that were turned away, what they were asked to wait."""
         self.first = self.last = 0
         """The first sending, and the last event."""
-        self.by_second: dict[int, int] = {}
-        """Events with output in each second of the monotonic clock, of all exchanges."""
+        self.slices = Slices()
+        """Events with output by when they came, of all exchanges."""
+        self.events = 0
+        """All of these."""
+        self.answered, self.waited = 0, 0
+        """Exchanges with a first token, and nanoseconds until then in all: the warm-up's among them, as the server counts."""
 
     def see(self, exchange: Exchange) -> None:
         """One that counts for nothing but what the server wrote in each second: of the warm-up."""
-        by_second = self.by_second
-        for stamp in exchange.stamps:
-            second = stamp // SECOND
-            by_second[second] = by_second.get(second, 0) + 1
+        self.slices.add(exchange.stamps)
+        self.events += len(exchange.stamps)
+        if exchange.stamps:
+            self.answered += 1
+            self.waited += exchange.first_token - exchange.sent
 
     def add(self, exchange: Exchange, asked: int | None = None) -> None:
         """One that has ended; `asked`: output tokens that it was to have."""
@@ -145,15 +157,16 @@ class Figures:
         usage, events = exchange.usage, len(exchange.stamps)
         self.chunks += events
         self.bundled += exchange.bundled
-        known = usage is not None and usage.completion is not None
-        self.sources["usage" if known else "events"] += 1
+        # A server that wrote and says it did not is not believed.
+        said = usage.completion if usage is not None and (usage.completion or not events) else None
+        self.sources["events" if said is None else "usage"] += 1
         if usage is None:
             self.without_usage += 1
         else:
             self.tokens_in += usage.prompt or 0
             self.cached += usage.cached or 0
             self.with_cached += usage.cached is not None
-        tokens = usage.completion if usage is not None and usage.completion is not None else events
+        tokens = events if said is None else said
         self.tokens_out += tokens
         return tokens
 
@@ -161,12 +174,16 @@ class Figures:
         stamps = exchange.stamps
         icl, itl = self.times["icl"], self.times["itl"]
         each = tokens <= _ONE_EACH * len(stamps)
+        counts = exchange.counts if not each and len(exchange.counts) == len(stamps) else None
         before = stamps[0]
-        for stamp in stamps[1:]:
-            icl.add(stamp - before)
+        for number in range(1, len(stamps)):
+            gap = stamps[number] - before
+            before = stamps[number]
+            icl.add(gap)
             if each:
-                itl.add(stamp - before)
-            before = stamp
+                itl.add(gap)
+            elif counts is not None and (tokens_of := counts[number] - counts[number - 1]) > 0:
+                itl.add(gap // tokens_of, tokens_of)
 
     @property
     def count(self) -> int:

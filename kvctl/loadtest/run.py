@@ -159,7 +159,7 @@ class Session:
     def __init__(self, plan: Plan, say: Callable[[str], None] = lambda text: None) -> None:
         self.plan, self.say = plan, say
         self.address = target.resolve(plan.place)
-        self.client = target.Client(plan.place, plan.trust, plan.headers)
+        self.client = target.Client(plan.place, plan.trust, plan.headers, self.address)
         say(f"looking at {plan.place.root}")
         self.server = target.look(self.client)
         model = plan.model or (self.server.models[0] if self.server.models else None)
@@ -192,7 +192,7 @@ class Session:
                              hint="fewer --input-tokens or --output-tokens")  # fmt: skip
         self.say("trying one request")
         one = self._tried()
-        if one.fault is not None and one.status == 400 and self.wire.usage:
+        if one.fault is not None and one.status in (400, 422) and self.wire.usage:
             # Some servers refuse to be asked for usage in a stream (rocketride-server#1780).
             self.wire = self.wire.replace(usage=False)
             again = self._tried()
@@ -360,11 +360,8 @@ class Session:
 
 def _rate(figures: Figures, whole: tuple[int, int]) -> float | None:
     """Output tokens a second over the whole seconds of a window; events stand for tokens, by how many each carries."""
-    first, last = -(-whole[0] // SECOND), whole[1] // SECOND
-    each = figures.tokens_a_chunk
-    if last - first < 2 or each is None:
-        return None
-    return each * sum(figures.by_second.get(second, 0) for second in range(first, last)) / (last - first)
+    rate, each = figures.slices.rate(*whole), figures.tokens_a_chunk
+    return None if rate is None or each is None else each * rate
 
 
 @contextmanager
