@@ -263,6 +263,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l shared-prefix -
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l groups -x -d 'Such beginnings'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s c -l concurrency -x -d 'Requests that are kept under way'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s r -l rate -x -d 'Requests a second instead, whatever becomes of those before'
+complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l reset-cache -d 'Have the server empty its prefix cache before each load'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l find-limit -d 'Raise --concurrency until the KV cache is full, requests wait, or ...'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l burstiness -x -d 'Of --rate: 1 is Poisson, less comes in bursts'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s n -l requests -x -d 'Measured requests of each load'

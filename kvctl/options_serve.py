@@ -170,7 +170,7 @@ def read_plan(
     url: str, *, model: str | None, endpoint: str, input_tokens: str, output_tokens: str, concurrency: str | None, rate: str | None,
     burstiness: float | None, requests: int | None, duration: str | None, warmup: int | None, slo: str | None, headers: Sequence[str],
     api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float,
-    shared_prefix: str | None, groups: int | None, find_limit: bool,
+    shared_prefix: str | None, groups: int | None, find_limit: bool, reset_cache: bool,
 ) -> Plan:  # fmt: skip
     """All of it.
 
@@ -217,5 +217,5 @@ def read_plan(
         place, steps, _tokens(input_tokens, "--input-tokens"), _tokens(output_tokens, "--output-tokens"), length,
         asks.CHAT if endpoint == "chat" else asks.COMPLETIONS, model, warmup, read_headers(headers, api_key_env), read_extra(extra),
         trust, Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, prefix_tokens=prefix,
-        groups=groups or 1, limit=find_limit,
+        groups=groups or 1, limit=find_limit, reset_cache=reset_cache,
     )  # fmt: skip

@@ -60,6 +60,12 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    reset_cache: Annotated[
+        bool,
+        typer.Option(
+            "--reset-cache", help="Have the server empty its prefix cache before each load (vLLM, SGLang, llama.cpp)."
+        ),
+    ] = False,
     find_limit: Annotated[
         bool,
         typer.Option(
@@ -197,7 +203,7 @@ def serve_test(
         url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
         burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
         extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
-        shared_prefix=shared_prefix, groups=groups, find_limit=find_limit,
+        shared_prefix=shared_prefix, groups=groups, find_limit=find_limit, reset_cache=reset_cache,
     )  # fmt: skip
     signals.heed()
     from kvctl.loadtest import tests

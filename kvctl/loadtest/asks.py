@@ -20,6 +20,10 @@ _FULL_LENGTH: Mapping[str, Mapping[str, Any]] = {
 TensorRT-LLM openai_protocol.py). Others have no such word: their answers may be shorter, which is counted."""
 
 
+COUNT_EACH = ("vllm", "sglang")
+"""Engines that count tokens in every event when asked (stream_options.continuous_usage_stats)."""
+
+
 class Wire(Record):
     """How requests to one model of one server look."""
 
@@ -35,6 +39,8 @@ class Wire(Record):
     """Whether as many tokens are wanted as are allowed."""
     usage: bool = True
     """Whether the server is asked to count tokens at the end of a stream; some refuse the question."""
+    each: bool = False
+    """Whether it is asked to count them in every event: where events carry several."""
 
     @property
     def lengthens(self) -> bool:
@@ -51,7 +57,7 @@ class Wire(Record):
         else:
             out["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
         if stream and self.usage:
-            out["stream_options"] = {"include_usage": True}
+            out["stream_options"] = {"include_usage": True} | ({"continuous_usage_stats": True} if self.each else {})
         if self.lengthens:
             out.update(_FULL_LENGTH[self.engine])
         out.update(self.extra)

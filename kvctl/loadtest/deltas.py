@@ -179,7 +179,9 @@ def _words(error: Any) -> str:
         error = error["error"]
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error.get("type") or error
-    with contextlib.suppress(RecursionError, ValueError):  # of what is nested without end, or a number of thousands of digits
+    with contextlib.suppress(
+        RecursionError, ValueError
+    ):  # of what is nested without end, or a number of thousands of digits
         return " ".join(str(error).split())[:500] or "an error without words"
     return "an error that cannot be shown"
 
@@ -209,9 +211,7 @@ def _loosely(data: bytes) -> Said:
         reasoning = reasoning or bool(_text(said.get("reasoning_content")) or _text(said.get("reasoning")))
         text = text or own
     usage = _loose_usage(event.get("usage"))
-    return Said(
-        answer, reasoning, finish, usage, _stopped(finish), text=text, last=usage is not None and not choices
-    )
+    return Said(answer, reasoning, finish, usage, _stopped(finish), text=text, last=usage is not None and not choices)
 
 
 def _text(content: Any) -> str:

@@ -95,6 +95,8 @@ class Figures:
         self.chunks = self.bundled = 0
         self.sources: Counter[str] = Counter()
         """Where the number of output tokens of how many requests is from: "usage", or "events"."""
+        self.with_prompt = 0
+        """Good ones whose usage says the tokens of the prompt."""
         self.with_cached = 0
         """Good ones whose usage says something of cached tokens."""
         self.without_usage = 0
@@ -111,6 +113,7 @@ class Figures:
         """Events with output by when they came, of all exchanges."""
         self.events = 0
         """All of these."""
+        self.start, self._due, self._start = 0, 0, (0, 0)
         self.answered, self.waited = 0, 0
         """Exchanges with a first token, and nanoseconds until then in all: the warm-up's among them, as the server counts."""
 
@@ -118,9 +121,25 @@ class Figures:
         """One that counts for nothing but what the server wrote in each second: of the warm-up."""
         self.slices.add(exchange.stamps)
         self.events += len(exchange.stamps)
+        self._begin(exchange)
         if exchange.stamps:
             self.answered += 1
             self.waited += exchange.first_token - exchange.sent
+
+    def _begin(self, exchange: Exchange) -> None:
+        """Requests that are due before all others are the start of a load: they go out one after the other."""
+        due, sent = exchange.scheduled, exchange.sent
+        if not sent or (self._due and due > self._due):
+            return
+        if not self._due or due < self._due:
+            self._due, self.start, self._start = due, 0, (sent, sent)
+        self.start += 1
+        self._start = min(self._start[0], sent), max(self._start[1], sent)
+
+    @property
+    def skew(self) -> float:
+        """Seconds from the first to the last sending of these."""
+        return (self._start[1] - self._start[0]) / SECOND
 
     def add(self, exchange: Exchange, asked: int | None = None) -> None:
         """One that has ended; `asked`: output tokens that it was to have."""
@@ -164,6 +183,7 @@ class Figures:
             self.without_usage += 1
         else:
             self.tokens_in += usage.prompt or 0
+            self.with_prompt += usage.prompt is not None
             self.cached += usage.cached or 0
             self.with_cached += usage.cached is not None
         tokens = events if said is None else said
@@ -216,8 +236,9 @@ class Figures:
         return {
             "requests": {
                 "ended": self.count, "good": self.good, "failed": dict(self.faults), "messages": {k: list(v) for k, v in self.words.items()},
-                "short": self.short, "reconnects": self.reconnects,
+                "short": self.short, "reconnects": self.reconnects, "asked_to_wait": _times(self.rejected_wait),
             },
+            "start": {"requests": self.start, "skew": self.skew},
             "tokens": {
                 "input": self.tokens_in, "output": self.tokens_out, "cached": self.cached if self.with_cached else None,
                 "output_from": dict(self.sources), "per_event": self.tokens_a_chunk,

@@ -56,6 +56,10 @@ class Address(Record):
     port: int
     name: str
     """As the URL has it; what a certificate has to be for."""
+    lookup_s: float | None = None
+    """Seconds that looking the name up took."""
+    connect_s: float | None = None
+    """And connecting, once."""
 
     @property
     def pair(self) -> tuple[str, int]:
@@ -645,7 +649,11 @@ def _refused(exchange: Exchange, response: Response) -> Fault:
     words = " ".join(said.split())[:300]
     exchange.retry_after = _wait(response.headers.get("retry-after"))
     kind = "rejected" if response.status in (429, 503) else "status"
-    place = f" to {response.headers['location'][:200]}" if 300 <= response.status < 400 and "location" in response.headers else ""
+    place = (
+        f" to {response.headers['location'][:200]}"
+        if 300 <= response.status < 400 and "location" in response.headers
+        else ""
+    )
     return Fault(kind, f"{response.status}{place}" + (f": {words}" if words else ""))
 
 

@@ -11,7 +11,9 @@ import re
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from kvctl.errors import KvctlError
@@ -191,6 +193,21 @@ def growth(samples: Iterable[Sample], meaning: str) -> Growth | None:
     return Growth(total, resets)
 
 
+class Course:
+    """A counter by time, added up once: how far it went between any two times."""
+
+    def __init__(self, samples: Iterable[Sample], meaning: str) -> None:
+        kept = [sample for sample in samples if meaning in sample.series]
+        self._at = [sample.at for sample in kept]
+        steps = [found.value for pair in pairwise(kept) if (found := growth(pair, meaning)) is not None]
+        self._sums = list(accumulate(steps, initial=0.0)) if kept else []
+
+    def between(self, first: int, last: int) -> float | None:
+        """From the last look before `first` to the last before `last`; None where there are none."""
+        start, end = bisect_left(self._at, first) - 1, bisect_left(self._at, last) - 1
+        return self._sums[end] - self._sums[max(start, 0)] if end > 0 else None
+
+
 class Unbroken:
     """Counters that go on where a restarted server begins anew: of their samples any may be left out, and sums stay what they were."""
 
@@ -232,6 +249,18 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
     return [*out, samples[-1]]
 
 
+class Watched(Record):
+    """How looking went."""
+
+    looks: int
+    misses: int
+    """Of these, those that gave nothing."""
+    why: str | None
+    """Of the first of those."""
+    seconds: float
+    """That all of them took."""
+
+
 class Watch:
     """Looks at the server's metrics on a timer, in a thread of its own, from `start` to `stop`."""
 
@@ -267,6 +296,10 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(self.every):
             self.look()
+
+    @property
+    def watched(self) -> Watched:
+        return Watched(self.looks, self.misses, self.why, self.took_ns / 1e9)
 
     def look(self) -> None:
         """One more sample; whatever the server answers, no error."""

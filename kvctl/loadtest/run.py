@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvctl import texts
 from kvctl.errors import KvctlError
-from kvctl.loadtest import asks, load, metrics, target, verdict, words
+from kvctl.loadtest import asks, caches, load, metrics, target, verdict, words
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures, Slo
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SECOND = load.SECOND
+_ROUNDS = 2
+"""So many times the median request has a load to be whole for, or the long ones among its requests are not in it."""
 _AHEAD = 64
 """Requests that are ready before they are due, beside one for each that is under way."""
 
@@ -80,6 +82,8 @@ class Plan(Record):
     """With which prompts begin alike; 0: no two do."""
     groups: int = 1
     """Beginnings that there are."""
+    reset_cache: bool = False
+    """Whether the server is told to forget what it keeps of prompts, before each load."""
 
     def length_of(self, step: Step) -> load.Length:
         """As asked, else four requests for each that is under way, and enough to tell percentiles from."""
@@ -112,6 +116,36 @@ class Outcome(Record):
     cpu: float
     given_up: str | None = None
     interrupted: bool = False
+    watched: metrics.Watched | None = None
+    """Of looks at the server's metrics; None where it has none."""
+    remarks: tuple[str, ...] = ()
+    """What has to be known beside the figures."""
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is said of times while the load was whole: too few of its requests begin and end in it."""
+        e2e = self.figures.times["e2e"]
+        rounds = self.seconds * SECOND / max(e2e.percentile(50).value, 1) if e2e.count else 0.0
+        return (
+            None
+            if rounds >= _ROUNDS
+            else f"the load was whole for {rounds:.1f} requests one after the other, and {_ROUNDS} are needed"
+        )
+
+    @property
+    def ttft_gap(self) -> tuple[float, float, int] | None:
+        """First-token time by the server's own histogram and by the client, on average in seconds, and of how many requests, the
+        warm-up's among them; None where it does not say, or others load it too."""
+        figures, counted = self.figures, self.counters.get("ttft_requests")
+        if not counted or counted != figures.answered or "ttft_seconds" not in self.counters:
+            return None
+        return self.counters["ttft_seconds"] / counted, figures.waited / figures.answered / SECOND, figures.answered
+
+    @property
+    def counted_tokens_an_event(self) -> float | None:
+        """Output tokens by the engine's counter for each event that came, over the whole load; None where it does not say."""
+        counted = self.counters.get("output_tokens")
+        return counted / self.figures.events if counted and self.figures.events else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -202,6 +236,12 @@ class Session:
         if one.fault is not None:
             raise KvctlError(f"the first request failed: {one.fault.kind}: {one.fault.message}",
                              hint="--endpoint completions or chat, --model, --api-key-env?")  # fmt: skip
+        if (
+            one.usage is not None
+            and (one.usage.completion or 0) > len(one.stamps)
+            and self.wire.engine in asks.COUNT_EACH
+        ):
+            self.wire = self.wire.replace(each=True)  # it drafts tokens ahead: which event carries how many?
         found = one.usage.prompt if one.usage is not None else None
         if found is not None and abs(found - plan.input_tokens) > 0.01 * plan.input_tokens:
             self.notes.append(
@@ -261,6 +301,8 @@ class Session:
             if plan.prefix_tokens
             else [""]
         )
+        if plan.reset_cache:
+            caches.reset(self.client, self.server)
         if plan.prefix_tokens:
             self.say(f"{step.words}: filling the cache with {plural(plan.groups, 'beginning')}")
             self._prime(beginnings, lot)
@@ -291,7 +333,6 @@ class Session:
                 source.stop()
 
         warm = plan.warm if plan.warm is not None else max(8, step.at_once or 0)
-        source = self._source(step, lambda number: ready.take(), told, warm, lot)
         ready.fill(_AHEAD + (step.at_once or 0))
         watch = metrics.Watch(self.client, self.server.engine, plan.every) if self.server.metrics else None
         loop = self.loop()
@@ -301,6 +342,8 @@ class Session:
                 loop.open(min(step.at_once or 8, 4096))
                 if watch is not None:
                     watch.start()
+                # Its clock begins as it is made: not before there are connections.
+                source = self._source(step, lambda number: ready.take(), told, warm, lot)
                 began, cpu = time.monotonic(), time.thread_time()
 
                 def tick(now: int) -> None:
@@ -354,7 +397,7 @@ class Session:
         }
         return Outcome(
             step, figures, steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, source.number,
-            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted,
+            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted, None if watch is None else watch.watched,
         )  # fmt: skip
 
 

@@ -75,18 +75,21 @@ def resolve(place: Place) -> Address:
         KvctlError: there is no such name, or nothing listens there.
 
     """
+    began = time.monotonic()
     try:
         found = socket.getaddrinfo(place.name, place.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         why = error.strerror if isinstance(error, socket.gaierror) else str(error)
         raise KvctlError(f"{place.name}: {(why or 'no such name').lower()}", hint="is the name right?") from None
+    looked_up = time.monotonic() - began
     last: OSError | None = None
     for family, _, _, _, pair in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as sock:
                 sock.settimeout(_SECONDS)
+                began = time.monotonic()
                 sock.connect(pair)
-            return Address(family, str(pair[0]), place.port, place.name)
+            return Address(family, str(pair[0]), place.port, place.name, looked_up, time.monotonic() - began)
         except OSError as error:
             last = error
     why = (
@@ -167,9 +170,7 @@ class Answer(Record):
 class Client:
     """Questions that are not timed, over a library; asked of one address of a name, where that is given: the one that is loaded."""
 
-    def __init__(
-        self, place: Place, trust: Trust, headers: Mapping[str, str], address: Address | None = None
-    ) -> None:
+    def __init__(self, place: Place, trust: Trust, headers: Mapping[str, str], address: Address | None = None) -> None:
         import httpx2
 
         verify: ssl.SSLContext | bool = trust.context() if place.secure else True
@@ -182,9 +183,7 @@ class Client:
             self._base = f"{scheme}://{_netloc(address.host, place.port)}{place.base}"
             self._more = {"sni_hostname": place.name}
         # Proxies of the environment are for the world outside; a server under test is asked directly, as the load is sent.
-        self.http = httpx2.Client(
-            verify=verify, headers=own, timeout=_SECONDS, trust_env=False, follow_redirects=False
-        )
+        self.http = httpx2.Client(verify=verify, headers=own, timeout=_SECONDS, trust_env=False, follow_redirects=False)
 
     def get(self, path: str) -> Answer | None:
         """None where nothing sensible is there.
