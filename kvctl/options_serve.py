@@ -363,7 +363,7 @@ def read_work(given: Load) -> Work:
 
 def read_plan(
     url: str, given: Load, *, sweeps: Sequence[str], model: str | None, endpoint: str, slo: str | None, headers: Sequence[str],
-    api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float,
+    api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float, reset_cache: bool,
 ) -> Plan:  # fmt: skip
     """All of it.
 
@@ -411,6 +411,7 @@ def read_plan(
     return Plan(
         place, steps, length, path, model, given.warmup, read_headers(headers, api_key_env), read_extra(extra), trust,
         Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, limit=given.find_limit, retries=given.retry,
+        reset_cache=reset_cache,
     )  # fmt: skip
 
 

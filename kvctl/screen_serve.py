@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvctl.loadtest.calibrate import ITL, TTFT
-from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.loadtest.figures import DEFINITIONS, RATES
 from kvctl.loadtest.verdict import CEILING
 from kvctl.units import format_seconds, plural
+from kvctl.words import one_line
 
 if TYPE_CHECKING:
     from kvctl.loadtest.calibrate import Calibration
@@ -33,7 +34,7 @@ def table_of(report: ServeReport) -> list[list[str]]:
 
 def print_serve(screen: Screen, report: ServeReport, *, explain: bool) -> None:
     """The table, and the lines that explain it."""
-    screen.line(_heading(report))
+    screen.line(one_line(_heading(report)))
     if report.outcomes:
         rows = table_of(report)
         styles = ["dim", *("red" if one.given_up or not one.figures.good else "" for one in report.outcomes)]
@@ -71,8 +72,9 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
             ("nothing was sent", "dim"),
         ]
     if explain:
-        out += [(f"{name}: {words}", "") for name, words in DEFINITIONS.items()]
-    return out
+        out += [(f"{name}: {words}", "") for name, words in (*DEFINITIONS.items(), *RATES.items())]
+    # Words of the server are among them: nothing of it may steer the terminal.
+    return [(one_line(line), style) for line, style in out]
 
 
 def _length(length: Length) -> str:
@@ -93,8 +95,9 @@ def _heading(report: ServeReport) -> str:
         plural(server["slots"], "slot") if server["slots"] else "",
     ]
     engine = "a server of an unknown engine" if server["engine"] == "unknown" else f"{server['engine']}{version}"
+    own = "" if server["address"] in (plan.place.name, None) else f" ({server['address']})"
     return ", ".join(
-        part for part in (f"{plan.place.root}{plan.path}: {engine}", str(server["model"]), *limits) if part
+        part for part in (f"{plan.place.root}{plan.path}{own}: {engine}", str(server["model"]), *limits) if part
     )
 
 
@@ -152,11 +155,12 @@ def _of_load(one: Outcome) -> list[tuple[str, str]]:
         ]
         out.append((f"{one.step.words}: {designed:.1%} of input tokens were sent before; found in the cache: "
                     + (", ".join(seen) or "not said (vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"), ""))  # fmt: skip
+    out += [(f"{one.step.words}: {line}", "") for line in one.remarks]
     for kind, count in figures.faults.most_common():
         out.append((f"{one.step.words}: {count:,} {kind}: {'; '.join(figures.words[kind])}", "red"))
     if figures.short:
         out.append((f"{one.step.words}: {plural(figures.short, 'answer')} shorter than asked", ""))
-    if figures.sources.get("events"):
+    if figures.sources.get("events") and one.counted_tokens_an_event is None:
         out.append(
             (
                 f"{one.step.words}: output tokens of {plural(figures.sources['events'], 'answer')} are events, for want of usage: an estimate",
@@ -165,9 +169,10 @@ def _of_load(one: Outcome) -> list[tuple[str, str]]:
         )
     each = figures.tokens_a_chunk
     if each is not None and each > 1.05:
+        counted = "; usage says how many each" if figures.times["itl"].count else ""
         out.append(
             (
-                f"{one.step.words}: an event carries {each:.2f} tokens on average: gaps between events are no times between tokens",
+                f"{one.step.words}: an event carries {each:.2f} tokens on average: gaps between events are no times between tokens{counted}",
                 "",
             )
         )

@@ -39,6 +39,15 @@ FIGURES = obj(
                     "Good ones with fewer tokens than asked, where the engine can be told to write as many."
                 ),
                 "reconnects": whole("Sent again because a connection that lay idle had been closed."),
+                "asked_to_wait": _TIMES
+                | {"description": "By Retry-After of those that were turned away; null where none said."},
+            },
+        ),
+        "start": obj(
+            "Of a load: requests that were due before all others.",
+            {
+                "requests": whole("How many."),
+                "skew": number("Seconds from the first to the last sending of these."),
             },
         ),
         "tokens": obj(
@@ -81,7 +90,9 @@ LOAD = obj(
             number("In the whole seconds of that, whosever they are; null of less than two.")
         ),
         "all": FIGURES,
-        "steady": FIGURES | {"description": "Of requests that were sent and answered in that time."},
+        "steady": FIGURES
+        | {"description": "Of requests that were sent and answered in that time; without times where it is too short."},
+        "steady_refused": of(["string", "null"], "Why it has no times."),
         "verdict": obj(
             "What bound it.",
             {
@@ -108,7 +119,11 @@ LOAD = obj(
                 "preemptions": maybe(number("Requests that lost their cache.")),
                 "resets": whole("Times that counters fell: the server was restarted."),
                 "counters": of("object", "How far counters went over the whole load, warm-up and all."),
-                "series": listed("Each look: seconds, and gauges.", {"type": "object"}),
+                "series": listed(
+                    "Looks: seconds, and gauges; of many looks the highest of neighbours.", {"type": "object"}
+                ),
+                "failed_looks": maybe(whole("Looks that gave nothing; null where there is no page.")),
+                "seconds_looking": maybe(number("That all looks took.")),
             },
         ),
         "retried": whole("Times that a request was sent again which the server had turned away."),
@@ -118,6 +133,43 @@ LOAD = obj(
         "designed_hit_rate": maybe(
             number("Share of input tokens that were sent or written before; null where none were meant to be.")
         ),
+        "slices": listed(
+            "What came by time, beside the server's metrics: of a second each, or of two or more in long loads.",
+            obj(
+                "One in which something came.",
+                {
+                    "seconds": of("number", "When it began, by the clock of series; the first began before that."),
+                    "width": number("Seconds that it lasted."),
+                    "events": whole("With output, of whatever request."),
+                    "between_events": maybe(number("Seconds between two of one request, on average.")),
+                    "preemptions": maybe(number("In it; null is not available.")),
+                    **{
+                        name: maybe(number("At its most; null is not available."))
+                        for name in ("kv_use", "running", "waiting", "kv_tokens")
+                    },
+                },
+            ),
+        ),
+        "preemption_cost": maybe(
+            obj(
+                "Seconds between events of a request; null where there were not both kinds of slices.",
+                {
+                    "with": number("In slices with preemptions."),
+                    "without": number("In the others."),
+                },
+            )
+        ),
+        "ttft_beside_server": maybe(
+            obj(
+                "Means of first-token times, the warm-up's too; null where the server has none of the same requests.",
+                {
+                    "server_mean": number("By its own histogram, in seconds."),
+                    "client_mean": number("By the client."),
+                    "requests": whole("Of how many."),
+                },
+            )
+        ),
+        "remarks": listed("What has to be known beside the figures.", STRINGS),
         "hit_rate": maybe(number("Cached over all input tokens, by usage; null where it does not say.")),
         "hit_rate_of_counters": maybe(number("The same by the engine's counters, over the whole load.")),
         "client_cpu": number("Share of a core that the client took."),
@@ -200,7 +252,7 @@ SERVE_TEST = document(
                 },
             )
         ),
-        "missed": listed("Objectives that loads miss.", STRINGS),
+        "missed": listed("Objectives that loads miss, and finds in the server's cache other than designed.", STRINGS),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),
     },

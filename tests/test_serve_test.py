@@ -106,7 +106,7 @@ def test_loads_one_after_the_other(kvctl: Run, tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     page = 'vllm:kv_cache_usage_perc{engine="0"} 0.25\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{engine="0"} 0\n'
     with Engine(
-        lambda number, asked: engine.whole(asked, prompt_tokens_details={"cached_tokens": 10}), page=page
+        lambda number, asked: engine.whole(asked, prompt_tokens_details={"cached_tokens": 7}), page=page
     ) as engine:
         outcome = kvctl("serve-test", engine.url, *QUICK, "-c", "1,3", "--log", str(tmp_path / "log.jsonl"), "--json")
         assert outcome.code == 0, outcome.err
@@ -117,16 +117,16 @@ def test_loads_one_after_the_other(kvctl: Run, tmp_path: Path) -> None:
         assert found["server"]["tokens_counted_by"] == "the server's /tokenize"
         assert [load["step"]["at_once"] for load in found["loads"]] == [1, 3]
         for load in found["loads"]:
-            # 12 measured of 14 sent; each of 40 tokens in, of which 10 were cached, and 4 out.
+            # 12 measured of 14 sent; each of 40 tokens in, of which the 7 of the template were cached, and 4 out.
             assert load["sent"] == 14
             assert load["all"]["requests"] | {"messages": {}} == {
-                "ended": 12, "good": 12, "failed": {}, "messages": {}, "short": 0, "reconnects": 0
+                "ended": 12, "good": 12, "failed": {}, "messages": {}, "short": 0, "reconnects": 0, "asked_to_wait": None,
             }  # fmt: skip
             tokens = load["all"]["tokens"]
             assert (tokens["input"], tokens["output"], tokens["cached"], tokens["output_from"]) == (
                 480,
                 48,
-                120,
+                84,
                 {"usage": 12},
             )
             assert load["all"]["times"]["tpot"]["count"] == 12

@@ -195,6 +195,12 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    reset_cache: Annotated[
+        bool,
+        typer.Option(
+            "--reset-cache", help="Have the server empty its prefix cache before each load (vLLM, SGLang, llama.cpp)."
+        ),
+    ] = False,
     find_limit: Annotated[
         bool,
         typer.Option(
@@ -347,7 +353,7 @@ def serve_test(
     )  # fmt: skip
     plan = options_serve.read_plan(
         aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
-        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
+        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache,
     )  # fmt: skip
     plan = plan.replace(
         sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes

@@ -22,6 +22,10 @@ _FULL_LENGTH: Mapping[str, Mapping[str, Any]] = {
 TensorRT-LLM openai_protocol.py). Others have no such word: their answers may be shorter, which is counted."""
 
 
+COUNT_EACH = ("vllm", "sglang")
+"""Engines that count tokens in every event when asked (stream_options.continuous_usage_stats)."""
+
+
 class Wire(Record):
     """How requests to one model of one server look."""
 
@@ -37,6 +41,8 @@ class Wire(Record):
     """Whether as many tokens are wanted as are allowed."""
     usage: bool = True
     """Whether the server is asked to count tokens at the end of a stream; some refuse the question."""
+    each: bool = False
+    """Whether it is asked to count them in every event: where events carry several."""
 
     @property
     def lengthens(self) -> bool:
@@ -53,7 +59,7 @@ class Wire(Record):
         else:
             out["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
         if stream and self.usage:
-            out["stream_options"] = {"include_usage": True}
+            out["stream_options"] = {"include_usage": True} | ({"continuous_usage_stats": True} if self.each else {})
         if self.lengthens:
             out.update(_FULL_LENGTH[self.engine])
         out.update(self.extra)
@@ -69,7 +75,7 @@ class Wire(Record):
         name = f"[{place.name}]" if ":" in place.name else place.name
         head = [
             f"POST {place.base}{self.path} HTTP/1.1", f"Host: {name}:{place.port}", "Content-Type: application/json",
-            "Accept: text/event-stream", f"Content-Length: {len(data)}",
+            "Accept: text/event-stream", "Accept-Encoding: identity", f"Content-Length: {len(data)}",
             *(f"{key}: {value}" for key, value in self.headers.items()),
         ]  # fmt: skip
         return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + data

@@ -66,6 +66,7 @@ class Exchange:
         "bundled",
         "bytes_in",
         "connect_ns",
+        "counts",
         "data",
         "ended",
         "events",
@@ -98,6 +99,8 @@ class Exchange:
         """Of the answer, of its head as a rule."""
         self.stamps = array("q")
         """When each event with output came."""
+        self.counts = array("q")
+        """Output tokens so far, of events with output whose usage says it."""
         self.answer_at = 0
         """When the first came that was no reasoning; 0 where none did."""
         self.ended = 0

@@ -34,15 +34,15 @@ class Histogram:
         for value in values:
             self.add(value)
 
-    def add(self, value: int) -> None:
-        """One more; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
+    def add(self, value: int, times: int = 1) -> None:
+        """One more, or several; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
         value = max(value, 0)
         shift = value.bit_length() - _BITS
         key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self.count += 1
-        self.total += value
-        self.squares += value * value
+        self._counts[key] = self._counts.get(key, 0) + times
+        self.count += times
+        self.total += value * times
+        self.squares += value * value * times
         if value > self.largest:
             self.largest = value
         if self.smallest is None or value < self.smallest:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import selectors
 import socket
 import ssl
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvctl.errors import KvctlError
-from kvctl.loadtest.deltas import NoEventError, read
+from kvctl.loadtest.deltas import NoEventError, Said, read
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.http1 import ProtocolError, Response
 from kvctl.loadtest.sse import EventError, Events
@@ -35,10 +37,14 @@ _IDLE_NS = 4_000_000_000
 """uvicorn closes connections that lie idle for five seconds: those that lie for four are not used again."""
 _SPIN_NS = 1_500_000
 """epoll counts milliseconds: what is due in less is waited for in short polls."""
+_UNDER_WAY = (0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EINPROGRESS))
+"""What a connection that is begun says."""
 _FILES = 64
 """Files that a process has open beside connections."""
 _LOOK_NS = 100_000_000
 """How often what takes too long is looked for."""
+_MOST = 256 * 2**20
+"""Bytes of an answer: one that is longer has no end."""
 
 
 class Address(Record):
@@ -50,6 +56,10 @@ class Address(Record):
     port: int
     name: str
     """As the URL has it; what a certificate has to be for."""
+    lookup_s: float | None = None
+    """Seconds that looking the name up took."""
+    connect_s: float | None = None
+    """And connecting, once."""
 
     @property
     def pair(self) -> tuple[str, int]:
@@ -62,6 +72,11 @@ class Patience(Record):
     connect: float = 10.0
     silence: float = 300.0
     """For the next byte of an answer."""
+
+    @property
+    def whole(self) -> float:
+        """For all of an answer, however lively: comments that keep a connection alive may come for ever."""
+        return 12 * self.silence
 
 
 class Source(Protocol):
@@ -85,6 +100,7 @@ class _Connection:
         "began",
         "events",
         "exchange",
+        "given",
         "idle_since",
         "last",
         "out",
@@ -109,6 +125,8 @@ class _Connection:
         self.began = time.monotonic_ns()
         self.last = self.began
         """When something last happened."""
+        self.given = 0
+        """When it got its request."""
         self.idle_since = 0
         self.used = 0
         self.wants = 0
@@ -244,17 +262,18 @@ class Loop:
                     if self._goes_on(connection):
                         self._send(connection)
                     continue
-                if mask & selectors.EVENT_WRITE:
-                    self._send(connection)
+                # What refuses a request does not read all of it: its answer comes first, or is lost with the connection.
                 if mask & selectors.EVENT_READ:
                     self._receive(connection, source)
+                if mask & selectors.EVENT_WRITE and connection in self.busy and connection.out:
+                    self._send(connection)
             except OSError as error:
                 self._broken(connection, error, source)
 
     # -- connections ----------------------------------------------------------------------------
 
     def _connect(self) -> _Connection:
-        sock = socket.socket(self.address.family, socket.SOCK_STREAM)
+        sock = self._socket()
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -264,11 +283,25 @@ class Loop:
             except OSError:
                 self.stamped = False
         connection = _Connection(sock, None if self.tls is None else _Tls(self.tls, self.address.name))
-        sock.connect_ex(self.address.pair)
+        code = sock.connect_ex(self.address.pair)
+        if code not in _UNDER_WAY:
+            sock.close()
+            raise OSError(code, _words(code))
         self.opened += 1
         connection.wants = selectors.EVENT_WRITE
         self.selector.register(sock, connection.wants, connection)
         return connection
+
+    def _socket(self) -> socket.socket:
+        try:
+            return socket.socket(self.address.family, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        # By a clock no one knows beforehand how many are under way.
+        with contextlib.suppress(KvctlError):
+            allow_files(2 * (len(self.busy) + len(self.idle)))
+        return socket.socket(self.address.family, socket.SOCK_STREAM)
 
     def _goes_on(self, connection: _Connection) -> bool:
         """Whether a connection that was begun is ready now."""
@@ -350,7 +383,7 @@ class Loop:
     def _give(self, connection: _Connection, exchange: Exchange, source: Source) -> None:
         connection.exchange = exchange
         connection.response, connection.events = Response(), Events()
-        connection.last = time.monotonic_ns()
+        connection.last = connection.given = time.monotonic_ns()
         self.busy.add(connection)
         if not connection.ready:
             return
@@ -424,6 +457,10 @@ class Loop:
         except (ProtocolError, EventError, NoEventError) as error:
             self._over(connection, exchange, now, Fault("protocol", str(error)), source)
             return
+        if connection.out and exchange.stamps:
+            exchange.fault = Fault("protocol", "it answers before the request was sent whole")
+        if exchange.bytes_in > _MOST:
+            exchange.fault = Fault("protocol", f"an answer of more than {_MOST // 2**20} MiB")
         if exchange.fault is not None:
             self._over(connection, exchange, now, exchange.fault, source)
         elif connection.response.done:
@@ -450,7 +487,7 @@ class Loop:
                 if exchange.events is not None:
                     exchange.events.append(event)
                 if said.usage is not None:
-                    exchange.usage = said.usage
+                    _counted(exchange, said)
                 if said.finish is not None:
                     exchange.finish = said.finish
                     exchange.terminal = True
@@ -464,7 +501,7 @@ class Loop:
         """The beginning of what a server says with another status than 200 is kept for the message."""
         exchange = connection.exchange
         assert exchange is not None
-        if sum(map(len, exchange.said)) < 2000:
+        if len(exchange.said) < 2000 and sum(map(len, exchange.said)) < 2000:
             exchange.said.append(part[:2000].decode("utf-8", "replace"))
 
     def _ended_by_peer(self, connection: _Connection, exchange: Exchange, now: int, source: Source) -> None:
@@ -486,6 +523,9 @@ class Loop:
         out once more, with a new stamp."""
         exchange = connection.exchange
         assert exchange is not None
+        if connection.response.status not in (0, 200):  # it has said why
+            self._over(connection, exchange, time.monotonic_ns(), None, source)
+            return
         self.busy.discard(connection)
         self._close(connection)
         if connection.used and not exchange.first_byte and not exchange.reconnects:
@@ -523,6 +563,9 @@ class Loop:
             if now - connection.last > waits * 1e9:
                 what = "no byte of the answer" if connection.ready else "no connection"
                 self._over(connection, exchange, now, Fault("timeout", f"{what} for {waits:g} s"), source)
+            elif now - connection.given > self.patience.whole * 1e9:
+                words = f"the answer is not complete after {self.patience.whole:,.0f} s"
+                self._over(connection, exchange, now, Fault("timeout", words), source)
 
     def _break_off(self, source: Source) -> None:
         now = time.monotonic_ns()
@@ -568,22 +611,66 @@ def _asks_for_stamps() -> socket.socket | None:
     return sock
 
 
+def _counted(exchange: Exchange, said: Said) -> None:
+    """Usage, wherever it is: in an event of its own, beside the last token, or with every one."""
+    usage = said.usage
+    assert usage is not None
+    if usage.completion is not None or exchange.usage is None:
+        exchange.usage = usage
+    if said.answer or said.reasoning:
+        exchange.counts.append(usage.completion or 0)
+    # Some servers send neither finish_reason nor [DONE]; usage alone is what they end with.
+    if said.last and exchange.stamps:
+        exchange.terminal = True
+
+
 def _verdict(exchange: Exchange, connection: _Connection) -> Fault | None:
     """What is wrong with an answer that came whole."""
     response = connection.response
     if response.status != 200:
-        words = " ".join(" ".join(exchange.said).split())[:300]
-        with contextlib.suppress(ValueError):
-            exchange.retry_after = float(response.headers.get("retry-after", ""))
-        kind = "rejected" if response.status in (429, 503) else "status"
-        return Fault(kind, f"{response.status}" + (f": {words}" if words else ""))
+        return _refused(exchange, response)
     if "text/event-stream" not in response.headers.get("content-type", "text/event-stream"):
         return Fault("protocol", f"its answer is {response.headers['content-type'][:60]}, no stream of events")
+    coding = response.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        return Fault("protocol", f"its answer is compressed ({coding[:40]}), and that was not asked for")
     if not exchange.terminal:
         return Fault("truncated", "the stream ended without finish_reason and [DONE]")
     if not exchange.stamps:
         return Fault("empty", "an answer without a token")
+    if not exchange.sent:
+        return Fault("protocol", "it answers before the request was sent whole")
     return None
+
+
+def _refused(exchange: Exchange, response: Response) -> Fault:
+    """An answer of another status than 200: which, and what it says."""
+    said = "".join(exchange.said)
+    if "html" in response.headers.get("content-type", "") or said.lstrip()[:1] == "<":
+        said = re.sub(r"<(style|script|head)\b.*?(</\1>|$)|<[^>]*>?", " ", said, flags=re.DOTALL | re.IGNORECASE)
+    words = " ".join(said.split())[:300]
+    exchange.retry_after = _wait(response.headers.get("retry-after"))
+    kind = "rejected" if response.status in (429, 503) else "status"
+    place = (
+        f" to {response.headers['location'][:200]}"
+        if 300 <= response.status < 400 and "location" in response.headers
+        else ""
+    )
+    return Fault(kind, f"{response.status}{place}" + (f": {words}" if words else ""))
+
+
+def _wait(text: str | None) -> float | None:
+    """Seconds of a Retry-After: a number, or a date (RFC 9110, section 10.2.3); None of neither."""
+    if text is None:
+        return None
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text.strip(), re.ASCII):
+        return float(text)
+    from email.utils import parsedate_to_datetime
+
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def _fault_of(error: OSError, *, connected: bool) -> Fault:
@@ -592,7 +679,13 @@ def _fault_of(error: OSError, *, connected: bool) -> Fault:
     return Fault("reset" if connected else "refused", _words(error.errno or 0) if error.errno else str(error))
 
 
-def _words(code: int) -> str:
-    import os
+_OURS = {
+    errno.EMFILE: "this client may open no more files (ulimit -n)",
+    errno.ENFILE: "this machine may open no more files",
+    errno.EADDRNOTAVAIL: "this client has no port left",
+}
 
-    return os.strerror(code).lower() if code else "failed"
+
+def _words(code: int) -> str:
+    """An error of the system; what is the client's own limit is no fault of the server."""
+    return _OURS.get(code) or (os.strerror(code).lower() if code else "failed")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvctl import __version__
-from kvctl.loadtest import metrics
+from kvctl.loadtest import metrics, remarks
 from kvctl.loadtest.calibrate import Calibration
 from kvctl.loadtest.capacity import Capacity
-from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.loadtest.figures import DEFINITIONS, RATES
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.run import Outcome, Plan, Session
 from kvctl.record import Record
@@ -50,12 +51,13 @@ class ServeReport(Record):
 
     @property
     def missed(self) -> list[str]:
-        """Objectives that loads miss."""
+        """Objectives that loads miss, and finds in the server's cache that are not what was designed."""
         if self.plan.limit:  # what breaks is what was looked for
             if self.limit is None or self.limit.borne is not None or self.plan.slo is None:
                 return []
             return [f"not even one request at a time: {self.limit.why}"]
-        return [f"{one.step.words}: {what}" for one in self.outcomes if (what := missed(self.plan, one)) is not None]
+        held = ((one, (missed(self.plan, one), remarks.misses_design(one, self.server))) for one in self.outcomes)
+        return [f"{one.step.words}: {what}" for one, both in held for what in both if what is not None]
 
     @property
     def failed(self) -> list[str]:
@@ -81,7 +83,7 @@ class ServeReport(Record):
                 "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
                 "steps": [step.to_dict() for step in plan.steps],
             },
-            "definitions": dict(DEFINITIONS), "calibration": None if self.calibration is None else self.calibration.to_dict(),
+            "definitions": dict(DEFINITIONS) | dict(RATES), "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "loads": [_load(one) for one in self.outcomes],
             "limit": None if self.limit is None else self.limit.to_dict() | {"predicted": self.predicted},
             "capacity": None if self.capacity is None else self.capacity.to_dict(),
@@ -105,15 +107,44 @@ def _load(one: Outcome) -> dict[str, Any]:
     first = one.samples[0].at if one.samples else 0
     return {
         "step": one.step.to_dict(), "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
-        "all": one.figures.to_dict(), "steady": one.steady.to_dict(),
+        "all": one.figures.to_dict(), "steady": one.steady.to_dict() | ({"times": {}} if one.refused else {}), "steady_refused": one.refused,
         "verdict": {"kind": one.verdict.kind, "evidence": list(one.verdict.evidence)},
         "metrics": {
             "looks": seen.looks, "kv_use_max": seen.kv_use, "waiting_max": seen.waiting, "running_max": seen.running,
             "preemptions": seen.preemptions, "resets": seen.resets, "counters": dict(one.counters),
             "series": [{"seconds": (sample.at - first) / 1e9, **_gauges(sample)} for sample in one.samples],
+            "failed_looks": None if one.watched is None else one.watched.misses, "seconds_looking": None if one.watched is None else one.watched.seconds,
         },
+        "slices": list(_slices(one, first)), "preemption_cost": _cost(one), "ttft_beside_server": _beside(one), "remarks": list(one.remarks),
         "retried": one.retried, "lengths_changed": one.cut, "designed_hit_rate": one.designed, "hit_rate": one.hit_rate, "hit_rate_of_counters": one.counted_hit_rate, "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
     }  # fmt: skip
+
+
+def _slices(one: Outcome, first: int) -> Iterator[dict[str, float | None]]:
+    """What came in each slice of time, beside what the server said in it: one clock for both."""
+    preempted = metrics.Course(one.samples, "preemptions").between
+    at = [sample.at for sample in one.samples]
+    for piece in one.figures.slices:
+        end = piece.start + piece.width
+        inside = one.samples[bisect_left(at, piece.start) : bisect_left(at, end)]
+        most = {
+            name: max((sample.values[name] for sample in inside if name in sample.values), default=None)
+            for name in metrics.GAUGES
+        }
+        yield {
+            "seconds": (piece.start - (first or one.figures.first)) / 1e9, "width": piece.width / 1e9, "events": piece.events,
+            "between_events": piece.gap, "preemptions": preempted(piece.start, end), **most,
+        }  # fmt: skip
+
+
+def _cost(one: Outcome) -> dict[str, float] | None:
+    found = remarks.preemption_cost(one)
+    return None if found is None else {"with": found[0], "without": found[1]}
+
+
+def _beside(one: Outcome) -> dict[str, float] | None:
+    gap = one.ttft_gap
+    return None if gap is None else {"server_mean": gap[0], "client_mean": gap[1], "requests": gap[2]}
 
 
 def _gauges(sample: metrics.Sample) -> dict[str, float | None]:
@@ -126,7 +157,8 @@ def server_of(session: Session) -> dict[str, Any]:
     return {
         "engine": server.engine, "version": server.version, "model": session.wire.model, "models": list(server.models),
         "context": server.context, "slots": server.slots, "metrics": server.metrics, "facts": dict(server.facts),
-        "address": session.address.host, "tokens_counted_by": session.counted_by,
+        "address": session.address.host, "lookup_seconds": session.address.lookup_s, "connect_seconds": session.address.connect_s,
+        "tokens_counted_by": session.counted_by,
         "prompts_exact": None if session.vocabulary is None else session.vocabulary.exact,
         "prompt_overhead_tokens": None if session.vocabulary is None else session.vocabulary.around, "usage_in_streams": session.wire.usage, "seed": session.seed,
     }  # fmt: skip

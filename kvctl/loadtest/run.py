@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvctl import texts
 from kvctl.errors import KvctlError
-from kvctl.loadtest import asks, load, metrics, target, verdict, words
+from kvctl.loadtest import asks, caches, load, metrics, target, verdict, words
 from kvctl.loadtest.capacity import Sizing
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from kvctl.loadtest.launch import Launch
 
 SECOND = load.SECOND
+_FEWEST = 20
+"""Requests of which some fail, before a load is given up in its middle."""
+_ROUNDS = 2
+"""So many times the median request has a load to be whole for, or the long ones among its requests are not in it."""
 _AHEAD = 64
 """Requests that are ready before they are due, beside one for each that is under way."""
 _MOST_READY = 256 * 2**20
@@ -97,6 +101,8 @@ class Plan(Record):
     """Whether the steps are only where a search for the limit begins."""
     retries: int = 0
     """Times that a request is sent again which the server turned away."""
+    reset_cache: bool = False
+    """Whether the server is told to forget what it keeps of prompts, before each load."""
     launch: Launch | None = None
     """What is started for the test."""
     sizing: Sizing = Sizing()
@@ -144,12 +150,42 @@ class Outcome(Record):
     """Times that a request was sent again which the server had turned away."""
     cut: int = 0
     """Requests of another length than drawn: what stands around any prompt is longer, or the server's context shorter."""
+    watched: metrics.Watched | None = None
+    """Of looks at the server's metrics; None where it has none."""
+    remarks: tuple[str, ...] = ()
+    """What has to be known beside the figures."""
 
     @property
     def designed(self) -> float | None:
         """Share of input tokens that had been sent or written before, and may be found in the server's cache; None where none were meant to."""
         figures = self.figures
         return figures.known / figures.tokens_in if figures.with_known and figures.tokens_in else None
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is said of times while the load was whole: too few of its requests begin and end in it."""
+        e2e = self.figures.times["e2e"]
+        rounds = self.seconds * SECOND / max(e2e.percentile(50).value, 1) if e2e.count else 0.0
+        return (
+            None
+            if rounds >= _ROUNDS
+            else f"the load was whole for {rounds:.1f} requests one after the other, and {_ROUNDS} are needed"
+        )
+
+    @property
+    def ttft_gap(self) -> tuple[float, float, int] | None:
+        """First-token time by the server's own histogram and by the client, on average in seconds, and of how many requests, the
+        warm-up's among them; None where it does not say, or others load it too."""
+        figures, counted = self.figures, self.counters.get("ttft_requests")
+        if not counted or counted != figures.answered or "ttft_seconds" not in self.counters:
+            return None
+        return self.counters["ttft_seconds"] / counted, figures.waited / figures.answered / SECOND, figures.answered
+
+    @property
+    def counted_tokens_an_event(self) -> float | None:
+        """Output tokens by the engine's counter for each event that came, over the whole load; None where it does not say."""
+        counted = self.counters.get("output_tokens")
+        return counted / self.figures.events if counted and self.figures.events else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -206,7 +242,7 @@ class Session:
     def __init__(self, plan: Plan, say: Callable[[str], None] = lambda text: None) -> None:
         self.plan, self.say = plan, say
         self.address = target.resolve(plan.place)
-        self.client = target.Client(plan.place, plan.trust, plan.headers)
+        self.client = target.Client(plan.place, plan.trust, plan.headers, self.address)
         say(f"looking at {plan.place.root}")
         self.server = target.look(self.client)
         model = plan.model or (self.server.models[0] if self.server.models else None)
@@ -280,14 +316,14 @@ class Session:
                                  hint="fewer --input-tokens or --output-tokens")  # fmt: skip
         self.say("trying one request")
         one = self._tried()
-        if one.fault is not None and one.status == 400 and self.steps[0].work.extra.get("tools"):
+        if one.fault is not None and one.status in (400, 422) and self.steps[0].work.extra.get("tools"):
             # vLLM lets a model choose a tool only where it was started for that; definitions are read all the same.
             self.wire = self.wire.replace(extra={**self.wire.extra, "tool_choice": "none"})
             again = self._tried()
             if again.fault is None:
                 self.notes.append(f"tools are defined, and not to be called: {one.fault.message}")
             one = again
-        if one.fault is not None and one.status == 400 and self.wire.usage:
+        if one.fault is not None and one.status in (400, 422) and self.wire.usage:
             # Some servers refuse to be asked for usage in a stream (rocketride-server#1780).
             self.wire = self.wire.replace(usage=False)
             again = self._tried()
@@ -297,6 +333,12 @@ class Session:
         if one.fault is not None:
             raise KvctlError(f"the first request failed: {one.fault.kind}: {one.fault.message}",
                              hint="--endpoint completions or chat, --model, --api-key-env?")  # fmt: skip
+        if (
+            one.usage is not None
+            and (one.usage.completion or 0) > len(one.stamps)
+            and self.wire.engine in asks.COUNT_EACH
+        ):
+            self.wire = self.wire.replace(each=True)  # it drafts tokens ahead: which event carries how many?
         found = one.usage.prompt if one.usage is not None else None
         asked = one.key.ask.tokens if isinstance(one.key, load.Key) else None
         if found is not None and asked is not None and abs(found - asked) > 0.01 * asked:
@@ -343,6 +385,8 @@ class Session:
         """One load; `keep` is shown every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so."""
         plan = self.plan
         lot = random.Random(f"{self.seed} {number}")
+        if plan.reset_cache:
+            caches.reset(self.client, self.server)
         making = step.work.source(self._kit(step.work, lot))
         beginnings = making.prime()
         if beginnings:
@@ -357,18 +401,17 @@ class Session:
             assert isinstance(key, load.Key)
             measured = key.phase == load.MEASURED
             if measured:
-                figures.add(exchange, key.ask.asked, key.ask.known)
+                figures.add(exchange, key.ask.asked, key.ask.known, key.ask.tokens)
             else:
                 figures.see(exchange)
             if measured and exchange.good and not source.stopped:
-                steady.add(exchange, key.ask.asked, key.ask.known)
+                steady.add(exchange, key.ask.asked, key.ask.known, key.ask.tokens)
             keep(exchange)
             given_up = self._too_many(figures)
             if given_up is not None:
                 sent_by.setdefault("given_up", given_up)
                 source.stop()
 
-        source = self._source(step, lambda number: ready.take(), told, lot)
         ready.fill(_AHEAD + (step.at_once or 0))
         watch = (
             metrics.Watch(self.client, self.server.engine, plan.every, cells=self.cells)
@@ -382,6 +425,8 @@ class Session:
                 loop.open(min(step.at_once or 8, 4096))
                 if watch is not None:
                     watch.start()
+                # Its clock begins as it is made: not before there are connections.
+                source = self._source(step, lambda number: ready.take(), told, lot)
                 began, cpu = time.monotonic(), time.thread_time()
 
                 def tick(now: int) -> None:
@@ -400,7 +445,8 @@ class Session:
                 loop.close()
                 if watch is not None:
                     watch.stop()
-        found = self._outcome(step, source, figures, steady, watch, share, sent_by.get("given_up"), interrupted)
+        given_up = sent_by.get("given_up") or (None if interrupted else self._too_many(figures, 1))
+        found = self._outcome(step, source, figures, steady, watch, share, given_up, interrupted)
         return found.replace(retried=source.retried, cut=making.cut)
 
     def _source(
@@ -425,10 +471,10 @@ class Session:
             return load.constant(step.rate)
         return load.gamma(step.rate, step.burstiness, lot.getrandbits(48))
 
-    def _too_many(self, figures: Figures) -> str | None:
-        """Why a load is given up."""
+    def _too_many(self, figures: Figures, least: int = _FEWEST) -> str | None:
+        """Why a load is given up; of fewer requests than `least` nothing is said."""
         failed, count = figures.faults.total(), figures.count
-        if count >= 20 and failed > count * self.plan.most_errors / 100:
+        if count >= least and failed > count * self.plan.most_errors / 100:
             return f"{failed:,} of {count:,} requests failed, and {self.plan.most_errors:g}% may"
         return None
 
@@ -445,16 +491,14 @@ class Session:
         return Outcome(
             step, figures, steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, source.number,
             max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted,
+            watched=None if watch is None else watch.watched,
         )  # fmt: skip
 
 
 def _rate(figures: Figures, whole: tuple[int, int]) -> float | None:
     """Output tokens a second over the whole seconds of a window; events stand for tokens, by how many each carries."""
-    first, last = -(-whole[0] // SECOND), whole[1] // SECOND
-    each = figures.tokens_a_chunk
-    if last - first < 2 or each is None:
-        return None
-    return each * sum(figures.by_second.get(second, 0) for second in range(first, last)) / (last - first)
+    rate, each = figures.slices.rate(*whole), figures.tokens_a_chunk
+    return None if rate is None or each is None else each * rate
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
-from kvctl.loadtest import calibrate, capacity, limit, verdict
+from kvctl.loadtest import calibrate, capacity, limit, remarks, verdict
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.load import Key
 from kvctl.loadtest.report import ServeReport, missed, server_of
@@ -165,4 +165,5 @@ def _judged(report: ServeReport) -> Iterator[Outcome]:
             now = one.step.at_once, one.output_rate
             found = verdict.beside(found, now, before)
             before = now
-        yield one.replace(verdict=found)
+        engine = str(report.server.get("engine"))
+        yield one.replace(verdict=found, remarks=tuple(remarks.remarks(one, engine)))
