@@ -291,6 +291,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s H -l header -x 
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l extra -x -d 'One more value in every request\'s body'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l ca -r -d 'Certificates to trust, in PEM'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l insecure -d 'Trust any certificate'
+complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l processes -x -d 'Of this client, which share each load'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l seed -x -d 'Of prompts and times'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l log -r -d 'Write a line of JSON for every request'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l calibrate -d 'Measure this client against a server of known cadence, and keep that ...'

@@ -15,7 +15,7 @@ from kvctl.units import parse_tokens
 if TYPE_CHECKING:
     from kvctl.loadtest.figures import Slo
     from kvctl.loadtest.lengths import Spread
-    from kvctl.loadtest.run import Plan, Step
+    from kvctl.loadtest.plan import Plan, Step
     from kvctl.loadtest.work import Work
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)?", re.ASCII)
@@ -47,7 +47,7 @@ def read_steps(given: Load, works: Sequence[tuple[str, Work]]) -> tuple[Step, ..
         UsageError: several kinds of pace, or values that cannot be.
 
     """
-    from kvctl.loadtest.run import Step
+    from kvctl.loadtest.plan import Step
     from kvctl.loadtest.work import Traced
 
     concurrency, rate = given.concurrency, given.rate
@@ -293,7 +293,7 @@ _SWEPT_WORDS = {
     "input_tokens": "{} tokens in", "output_tokens": "{} tokens out", "shared_prefix": "{} tokens shared", "turn_tokens": "{} tokens a turn",
 }  # fmt: skip
 _SWEPT = ("concurrency", "rate", *_SWEPT_WORDS)
-_MOST_STEPS = 1000
+_MOST_STEPS, _MOST_PROCESSES = 1000, 64
 _OF_MADE = ("input_tokens", "shared_prefix", "groups", "order", "turn_tokens", "tools")
 
 
@@ -363,7 +363,7 @@ def read_work(given: Load) -> Work:
 
 def read_plan(
     url: str, given: Load, *, sweeps: Sequence[str], model: str | None, endpoint: str, slo: str | None, headers: Sequence[str],
-    api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float, reset_cache: bool,
+    api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float, reset_cache: bool, processes: int,
 ) -> Plan:  # fmt: skip
     """All of it.
 
@@ -374,7 +374,7 @@ def read_plan(
     """
     from kvctl.loadtest import asks, load, target
     from kvctl.loadtest.loop import Patience
-    from kvctl.loadtest.run import Plan
+    from kvctl.loadtest.plan import Plan
 
     place = target.read_url(url)
     if endpoint not in _ENDPOINTS:
@@ -402,6 +402,8 @@ def read_plan(
         raise UsageError(
             "--find-limit raises the number of requests at once by itself", hint="--concurrency N says where it begins"
         )
+    if not 1 <= processes <= _MOST_PROCESSES:
+        raise UsageError(f"--processes: {processes} is out of range", hint=f"from 1 to {_MOST_PROCESSES}")
     objective, percent = read_slo(slo, scheduled=steps[0].at_once is None)
     trust = target.Trust(ca, insecure)
     trust.context()
@@ -411,7 +413,7 @@ def read_plan(
     return Plan(
         place, steps, length, path, model, given.warmup, read_headers(headers, api_key_env), read_extra(extra), trust,
         Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, limit=given.find_limit, retries=given.retry,
-        reset_cache=reset_cache,
+        reset_cache=reset_cache, processes=processes,
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ import pytest
 from kvctl.loadtest.figures import Figures
 from kvctl.loadtest.lengths import Fixed
 from kvctl.loadtest.limit import Limit, breaks, search
-from kvctl.loadtest.run import Outcome, Step
+from kvctl.loadtest.plan import Step
+from kvctl.loadtest.run import Outcome
 from kvctl.loadtest.verdict import Verdict, Window
 from kvctl.loadtest.work import Made
 

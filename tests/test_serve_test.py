@@ -157,7 +157,7 @@ def test_by_a_clock_and_an_objective(kvctl: Run) -> None:
             assert outcome.code == code, outcome.err
             times = outcome.json["loads"][0]["all"]["times"]
             assert 0.1 <= times["ttft_scheduled"]["p50"]["value"] < 1
-            assert times["dispatch"]["p50"]["value"] < 0.1
+            assert times["dispatch"]["p50"]["value"] < 1
     assert "0.0% of requests keep ttft 50 ms, and 50% are asked for" in outcome.err
 
 

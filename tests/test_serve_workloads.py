@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import signal
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import Outcome
 from scripted_server import OK, Act, Scripted, chunk, event, good, send, wait
@@ -576,3 +580,198 @@ def test_wrong_usage(kvctl: Run, argv: tuple[str, ...], said: str) -> None:
     assert outcome.code == 2
     assert said in outcome.err
     assert not outcome.out
+
+
+# -- several processes of this client ----------------------------------------------------------------
+
+
+def test_several_processes_put_on_a_load_together(kvctl: Run, tmp_path: Path) -> None:
+    """Seven at once by two: four and three. All that one would say is said of both together."""
+    log = tmp_path / "log"
+    with Engine(
+        lambda number, asked: [wait(0.03), *engine.whole(asked, prompt_tokens_details={"cached_tokens": 30})]
+    ) as engine:
+        asked = (
+            "-i",
+            "40",
+            "-o",
+            "3",
+            "-c",
+            "7",
+            "-n",
+            "41",
+            "--warmup",
+            "9",
+            "--shared-prefix",
+            "30",
+            "--groups",
+            "2",
+        )
+        outcome = kvctl("serve-test", engine.url, *asked, "--processes", "2", "--log", str(log), "--json")
+        assert outcome.code == 0, outcome.err
+        found = outcome.json["loads"][0]
+        assert (found["sent"], found["all"]["requests"]["good"]) == (50, 41)
+        assert (found["all"]["tokens"]["input"], found["all"]["tokens"]["output"]) == (41 * 40, 41 * 3)
+        assert found["all"]["times"]["ttft"]["count"] == 41
+        assert found["all"]["times"]["itl"]["count"] == 82
+        assert found["designed_hit_rate"] == found["hit_rate"] == 0.75
+        # One that was tried and one for each of two beginnings; no two of the rest are alike, whichever process sent them.
+        assert len(engine.bodies) == 3 + 50
+        assert len({body["messages"][0]["content"] for body in engine.bodies}) == 53
+        assert len({" ".join(body["messages"][0]["content"].split()[:23]) for body in engine.bodies[1:]}) == 2
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert len(lines) == 50
+        assert Counter(line["phase"] for line in lines) == {"warm-up": 9, "measured": 41}
+
+
+def test_several_processes_share_a_clock(kvctl: Run, tmp_path: Path) -> None:
+    """Twenty a second by three, and a trace by two: each request once, when it is due."""
+    log, path = tmp_path / "log", tmp_path / "trace"
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": 50 * n, "input_length": 20 + n, "output_length": 1, "hash_ids": [n]}) + "\n"
+            for n in range(12)
+        )
+    )
+    with Engine(lambda number, asked: engine.whole(asked)) as engine:
+        outcome = kvctl(
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "1",
+            "-r",
+            "20",
+            "-n",
+            "20",
+            "--warmup",
+            "0",
+            "--processes",
+            "3",
+            "--json",
+        )
+        assert outcome.code == 0, outcome.err
+        assert outcome.json["loads"][0]["sent"] == 20
+        # From the first to the last are nineteen twentieths of a second, less what the first was late on a busy machine.
+        assert outcome.json["loads"][0]["all"]["seconds"] > 0.6
+        before = len(engine.bodies)
+        outcome = kvctl(
+            "serve-test",
+            engine.url,
+            "--trace",
+            str(path),
+            "--warmup",
+            "0",
+            "--processes",
+            "2",
+            "--log",
+            str(log),
+            "--json",
+        )
+        assert outcome.code == 0, outcome.err
+        # One that was tried is as long as the first.
+        assert sorted(engine.count(body) for body in engine.bodies[before + 1 :]) == [
+            20 + number for number in range(12)
+        ]
+
+
+def test_processes_of_which_one_cannot_go_on(kvctl: Run) -> None:
+    """A server that is gone when the load begins: one line, and no process is left."""
+    with Engine(lambda number, asked: engine.whole(asked)) as engine:
+        outcome = kvctl(
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "1",
+            "-c",
+            "2",
+            "--processes",
+            "2",
+            "-n",
+            "4",
+            "--max-error-rate",
+            "100",
+            "--json",
+        )
+        assert outcome.code == 0
+    assert kvctl("serve-test", "x", "--processes", "0").code == 2
+    assert not [
+        one for one in psutil.Process().children(recursive=True) if "kvctl.loadtest.workers" in " ".join(one.cmdline())
+    ]
+
+
+def test_ctrl_c_reaches_all_processes(tmp_path: Path) -> None:
+    with Engine(lambda number, asked: [wait(0.02), *engine.whole(asked)]) as engine:
+        argv = [
+            sys.executable,
+            "-m",
+            "kvctl",
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "4",
+            "-c",
+            "4",
+            "-d",
+            "60s",
+            "--processes",
+            "2",
+            "--json",
+        ]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while len(engine.bodies) < 40:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    found = json.loads(out)
+    assert found["interrupted"]
+    assert found["loads"][0]["all"]["requests"]["good"] > 10
+    assert "Traceback" not in err
+
+
+def test_figures_of_two_are_those_of_one() -> None:
+    """All sums, whoever adds them up."""
+    from kvctl.loadtest.deltas import Usage
+    from kvctl.loadtest.exchange import Fault
+    from kvctl.loadtest.figures import Figures, Slo
+
+    def exchange(number: int) -> Exchange:
+        one = Exchange(b"", 10**9 * number // 7)
+        one.sent = one.scheduled + number * 1000
+        one.ended = one.sent + 10**9
+        for token in range(number % 5 + 1):
+            one.stamps.append(one.sent + 10**7 * (token + 1) + number)
+        one.usage = Usage(50 + number, number % 5 + 1, 10) if number % 3 else None
+        one.reconnects, one.bundled, one.kernel = number % 2, 1, bool(number % 4)
+        if number % 7 == 3:
+            one.fault, one.retry_after = Fault("rejected", f"busy {number}"), 1.0
+        return one
+
+    def add(figures: Figures, number: int) -> None:
+        if number < 5:
+            figures.see(exchange(number))
+        else:
+            figures.add(exchange(number), 4, 20 if number % 2 else None, 50 + number)
+
+    slo = Slo(ttft=10**7 + 40)
+    whole, parts = Figures(slo), [Figures(slo), Figures(slo)]
+    for number in range(100):
+        add(whole, number)
+        add(parts[number % 2], number)
+    parts[0].join(parts[1])
+    whole.words.clear()  # the first of each kind: of two, those of one come first
+    parts[0].words.clear()
+    plain = {
+        name: value for name, value in vars(whole).items() if isinstance(value, int | tuple | dict) and name != "times"
+    }
+    assert len(plain) > 20
+    assert {name: getattr(parts[0], name) for name in plain} == plain
+    assert parts[0].to_dict() == whole.to_dict()
+    assert list(parts[0].slices) == list(whole.slices)

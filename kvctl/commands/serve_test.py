@@ -286,6 +286,12 @@ def serve_test(
         Optional[str], typer.Option("--ca", metavar="FILE", help="Certificates to trust, in PEM.", show_default=False)
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Trust any certificate.")] = False,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes", metavar="N", help="Of this client, which share each load: where one takes in too little."
+        ),
+    ] = 1,
     seed: Annotated[
         Optional[int],
         typer.Option(
@@ -353,7 +359,7 @@ def serve_test(
     )  # fmt: skip
     plan = options_serve.read_plan(
         aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
-        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache,
+        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache, processes=processes,
     )  # fmt: skip
     plan = plan.replace(
         sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes

@@ -114,7 +114,7 @@ def _run(argv: Sequence[str], at_once: int, count: int, *, keep: bool) -> tuple[
         try:
             loop.open(at_once)
             time.sleep(0.05)  # the kernel begins to stamp a moment after it is asked
-            from kvctl.loadtest.run import undisturbed
+            from kvctl.loadtest.drive import undisturbed
 
             with undisturbed():
                 began, cpu = time.monotonic(), time.thread_time()

@@ -30,6 +30,13 @@ RATES: Mapping[str, str] = {
     "error rate": "failed requests / ended requests, each once; failures are no samples of any time",
 }
 """What other figures mean."""
+_SUMS = (
+    "good", "kept", "tokens_in", "tokens_out", "cached", "known", "chunks", "bundled", "with_prompt", "with_cached", "with_built", "built",
+    "counted", "with_known", "without_usage", "short", "reconnects", "user_stamps", "events", "answered", "waited",
+)  # fmt: skip
+"""Figures that are sums over exchanges."""
+_MOST_WORDS = 3
+"""Messages of each kind of fault that are kept."""
 _ONE_EACH = 1.05
 """Tokens an event carries at most, on average, where its gaps are called time between tokens."""
 
@@ -181,7 +188,7 @@ class Figures:
         assert fault is not None
         self.faults[fault.kind] += 1
         said = self.words.setdefault(fault.kind, [])
-        if len(said) < 3 and fault.message not in said:
+        if len(said) < _MOST_WORDS and fault.message not in said:
             said.append(fault.message)
         if exchange.retry_after is not None:
             self.rejected_wait.add(int(exchange.retry_after * SECOND))
@@ -218,6 +225,32 @@ class Figures:
                 itl.add(gap)
             elif counts is not None and (tokens_of := counts[number] - counts[number - 1]) > 0:
                 itl.add(gap // tokens_of, tokens_of)
+
+    def join(self, other: Figures) -> None:
+        """Add all of another."""
+        for name, found in self.times.items():
+            found.join(other.times[name])
+        self.rejected_wait.join(other.rejected_wait)
+        self.slices.join(other.slices)
+        self.faults.update(other.faults)
+        self.sources.update(other.sources)
+        for kind, words in other.words.items():
+            own = self.words.setdefault(kind, [])
+            own += [one for one in words if one not in own][: max(0, _MOST_WORDS - len(own))]
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first = min(self.first or other.first, other.first or self.first)
+        self.last = max(self.last, other.last)
+        self._join_start(other)
+
+    def _join_start(self, other: Figures) -> None:
+        if not other._due or (self._due and self._due < other._due):
+            return
+        if not self._due or other._due < self._due:
+            self._due, self.start, self._start = other._due, other.start, other._start
+            return
+        self.start += other.start
+        self._start = min(self._start[0], other._start[0]), max(self._start[1], other._start[1])
 
     @property
     def count(self) -> int:

@@ -205,16 +205,16 @@ class Load:
 class Closed(Load):
     """So many requests at a time: each answer makes room for the next at once.
 
-    A conversation keeps its room until it is over, between its turns too.
+    A conversation keeps its room until it is over, between its turns too. The first are due at `begin` (nanoseconds), or at once.
     """
 
     def __init__(
         self, at_once: int, make: Make, length: Length, ended: Callable[[Exchange], None], warm: int = 0, drain: float = 300.0,
-        retries: int = 0,
+        retries: int = 0, begin: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(make, length, ended, warm, drain, retries)
         self.at_once = at_once
-        self._free = time.monotonic_ns()
+        self._free = begin or time.monotonic_ns()
 
     def _fresh(self) -> int | None:
         return self._free if self.held < self.at_once else None
@@ -230,18 +230,18 @@ class Closed(Load):
 class Open(Load):
     """By a clock: each request (or conversation) is due at its time, whatever became of those before it.
 
-    `times` are seconds from the start, in order. With `most` under way the next waits, which its exchange shows: it was
+    `times` are seconds from `begin` (or from now), in order. With `most` under way the next waits, which its exchange shows: it was
     sent later than scheduled.
     """
 
     def __init__(
         self, times: Iterator[float], make: Make, length: Length, ended: Callable[[Exchange], None], warm: int = 0, drain: float = 300.0,
-        most: int | None = None, retries: int = 0,
+        most: int | None = None, retries: int = 0, begin: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(make, length, ended, warm, drain, retries)
         self.most = most
         self._times = times
-        self._start = time.monotonic_ns()
+        self._start = begin or time.monotonic_ns()
         self._due: int | None = self._start
         self._forward()
 

@@ -12,7 +12,8 @@ from kvctl.loadtest.calibrate import Calibration
 from kvctl.loadtest.capacity import Capacity
 from kvctl.loadtest.figures import DEFINITIONS, RATES
 from kvctl.loadtest.limit import Limit
-from kvctl.loadtest.run import Outcome, Plan, Session
+from kvctl.loadtest.plan import Plan
+from kvctl.loadtest.run import Outcome, Session
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ServeReport(Record):
             "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
             "settings": {
                 "requests": None if plan.length is None else plan.length.requests,
-                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors, "retries": plan.retries,
+                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors, "retries": plan.retries, "processes": plan.processes,
                 "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
                 "steps": [step.to_dict() for step in plan.steps],
             },

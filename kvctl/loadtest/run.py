@@ -2,127 +2,31 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import secrets
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvctl import texts
 from kvctl.errors import KvctlError
-from kvctl.loadtest import asks, caches, load, metrics, target, verdict, words
+from kvctl.loadtest import asks, caches, drive, load, metrics, target, verdict, words, workers
 from kvctl.loadtest.capacity import Sizing
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.figures import Figures, Slo
-from kvctl.loadtest.loop import Loop, Patience
+from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.loop import Loop
+from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.work import Kit, Traced, Work
 from kvctl.record import Record
 from kvctl.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvctl.loadtest.launch import Launch
+    pass
 
 SECOND = load.SECOND
-_FEWEST = 20
-"""Requests of which some fail, before a load is given up in its middle."""
 _ROUNDS = 2
 """So many times the median request has a load to be whole for, or the long ones among its requests are not in it."""
-_AHEAD = 64
-"""Requests that are ready before they are due, beside one for each that is under way."""
-_MOST_READY = 256 * 2**20
-"""Bytes of them."""
-
-
-class Step(Record):
-    """One load: requests of a kind, so many at once, so many a second, or (neither) by their own times."""
-
-    work: Work
-    at_once: int | None = None
-    """Requests that are kept under way; conversations, where those are what is sent."""
-    rate: float | None = None
-    """A second."""
-    last_rate: float | None = None
-    """At the end, where the rate rises or falls."""
-    burstiness: float | None = None
-    """Of the gaps; None: they are even."""
-    beside: str = ""
-    """In what requests of this load differ from those of others."""
-
-    @property
-    def words(self) -> str:
-        """ "16 at once", "5 a second", "1 to 10 a second, 4,096 in"."""
-        if self.at_once is not None:
-            pace = f"{self.at_once:,} at once"
-        elif self.rate is None:
-            pace = "by its times"
-        elif self.last_rate is None:
-            pace = f"{self.rate:g} a second"
-        else:
-            pace = f"{self.rate:g} to {self.last_rate:g} a second"
-        return f"{pace}, {self.beside}" if self.beside else pace
-
-    def to_dict(self) -> dict[str, Any]:
-        out = {name: getattr(self, name) for name in ("at_once", "rate", "last_rate", "burstiness")}
-        return out | {"words": self.words, "work": self.work.to_dict()}
-
-
-class Plan(Record):
-    """What is to be done to a server."""
-
-    place: target.Place
-    steps: tuple[Step, ...]
-    length: load.Length | None = None
-    """Of each load; None: by how many requests are under way."""
-    path: str = asks.CHAT
-    model: str | None = None
-    warm: int | None = None
-    """Requests before those that count; None: as many as are under way, and eight at least."""
-    headers: Mapping[str, str] = {}
-    extra: Mapping[str, Any] = {}
-    trust: target.Trust = target.Trust()
-    patience: Patience = Patience()
-    slo: Slo | None = None
-    slo_percent: float = 99.0
-    """Requests of a hundred that have to keep it."""
-    seed: int | None = None
-    """Of prompts and times; None draws one, so that no run finds another's prompts in the server's cache."""
-    most_errors: float = 5.0
-    """Percent of requests that may fail before a load is given up."""
-    every: float = 0.25
-    """Seconds between looks at the server's metrics."""
-    limit: bool = False
-    """Whether the steps are only where a search for the limit begins."""
-    retries: int = 0
-    """Times that a request is sent again which the server turned away."""
-    reset_cache: bool = False
-    """Whether the server is told to forget what it keeps of prompts, before each load."""
-    launch: Launch | None = None
-    """What is started for the test."""
-    sizing: Sizing = Sizing()
-    """What is known of how the server was started."""
-    notes: tuple[str, ...] = ()
-
-    def warm_of(self, step: Step) -> int:
-        """Requests of the warm-up."""
-        warm = self.warm if self.warm is not None else max(8, step.at_once or 0)
-        count = step.work.count
-        return warm if count is None or self.warm is not None else min(warm, count // 4)
-
-    def length_of(self, step: Step) -> load.Length:
-        """As asked, else all that there are; else four requests for each that is under way, and enough to tell percentiles from."""
-        count = step.work.count
-        if count is not None:
-            left = max(1, count - self.warm_of(step))
-            asked = self.length or load.Length()
-            return asked.replace(requests=left if asked.requests is None else min(asked.requests, left))
-        return self.length or load.Length(requests=max(24 if self.limit else 50, 4 * (step.at_once or 0)))
 
 
 class Outcome(Record):
@@ -206,36 +110,6 @@ class Outcome(Record):
         return None
 
 
-class Ready:
-    """Requests that are made before they are due."""
-
-    def __init__(self, make: Callable[[], load.Ask | None]) -> None:
-        self._make = make
-        self._made: deque[load.Ask] = deque()
-        self._bytes = 0
-        self.late = 0
-        """Requests that were made when they were due."""
-
-    def fill(self, count: int) -> None:
-        """Until there are so many, or no more, or they take too much memory."""
-        while len(self._made) < count and self._bytes < _MOST_READY:
-            ask = self._make()
-            if ask is None:
-                return
-            self._made.append(ask)
-            self._bytes += len(ask.data)
-
-    def take(self) -> load.Ask:
-        if self._made:
-            ask = self._made.popleft()
-            self._bytes -= len(ask.data)
-            return ask
-        self.late += 1
-        made = self._make()
-        assert made is not None, "more requests than there are"
-        return made
-
-
 class Session:
     """A server that was looked at, and prompts for it."""
 
@@ -293,6 +167,7 @@ class Session:
         return self.wire.replace(full_length=not work.natural, extra={**work.extra, **self.wire.extra})
 
     def _kit(self, work: Work, lot: random.Random) -> Kit:
+        """For requests that count for nothing."""
         return Kit(self._wire_of(work), self._vocabulary(work), lot, self.server.context)
 
     @property
@@ -379,119 +254,59 @@ class Session:
         return Loop(self.address, tls=plan.trust.context() if plan.place.secure else None, patience=plan.patience)
 
     def run(
-        self, step: Step, number: int, keep: Callable[[Exchange], None] = lambda exchange: None,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> Outcome:  # fmt: skip
-        """One load; `keep` is shown every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so."""
+        self, step: Step, number: int, keep: drive.Keep | None = None, say: Callable[[str], None] = lambda text: None
+    ) -> Outcome:
+        """One load; `keep` is given a line for every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so.
+
+        Raises:
+            KvctlError: the server cannot be reached any more, or this system does not allow such a load.
+
+        """
         plan = self.plan
-        lot = random.Random(f"{self.seed} {number}")
         if plan.reset_cache:
             caches.reset(self.client, self.server)
-        making = step.work.source(self._kit(step.work, lot))
-        beginnings = making.prime()
+        job = drive.Job(
+            plan.replace(launch=None, sizing=Sizing()), step, number, self.address, self._wire_of(step.work), self._vocabulary(step.work),
+            self.server.context, self.seed, keep is not None,
+        )  # fmt: skip
+        beginnings = step.work.source(job.kit()).prime()
         if beginnings:
             self.say(f"{step.words}: filling the cache with {plural(len(beginnings), 'beginning')}")
             self._prime(beginnings)
-        ready, figures, steady = Ready(making.next), Figures(plan.slo), Figures(plan.slo)
-        sent_by: dict[str, Any] = {}
-
-        def told(exchange: Exchange) -> None:
-            exchange.data = b""  # the next need the room
-            key = exchange.key
-            assert isinstance(key, load.Key)
-            measured = key.phase == load.MEASURED
-            if measured:
-                figures.add(exchange, key.ask.asked, key.ask.known, key.ask.tokens)
-            else:
-                figures.see(exchange)
-            if measured and exchange.good and not source.stopped:
-                steady.add(exchange, key.ask.asked, key.ask.known, key.ask.tokens)
-            keep(exchange)
-            given_up = self._too_many(figures)
-            if given_up is not None:
-                sent_by.setdefault("given_up", given_up)
-                source.stop()
-
-        ready.fill(_AHEAD + (step.at_once or 0))
         watch = (
             metrics.Watch(self.client, self.server.engine, plan.every, cells=self.cells)
             if self.server.metrics
             else None
         )
-        loop = self.loop()
-        interrupted = False
-        with undisturbed():
-            try:
-                loop.open(min(step.at_once or 8, 4096))
-                if watch is not None:
-                    watch.start()
-                # Its clock begins as it is made: not before there are connections.
-                source = self._source(step, lambda number: ready.take(), told, lot)
-                began, cpu = time.monotonic(), time.thread_time()
 
-                def tick(now: int) -> None:
-                    ready.fill(_AHEAD)
-                    phase = "warming up" if not source.began else f"{figures.count:,} measured"
-                    say(f"{step.words}: {phase}, {source.live:,} under way")
+        def tick(seen: drive.Seen) -> None:
+            phase = f"{seen.measured:,} measured" if seen.began else "warming up"
+            say(f"{step.words}: {phase}, {seen.live:,} under way")
 
-                try:
-                    loop.run(source, tick)
-                except KeyboardInterrupt:
-                    interrupted = True
-                share = (time.thread_time() - cpu) / max(time.monotonic() - began, 1e-9)
-            except OSError as error:
-                raise KvctlError(f"{plan.place.root}: {str(error).lower()}") from None
-            finally:
-                loop.close()
-                if watch is not None:
-                    watch.stop()
-        given_up = sent_by.get("given_up") or (None if interrupted else self._too_many(figures, 1))
-        found = self._outcome(step, source, figures, steady, watch, share, given_up, interrupted)
-        return found.replace(retried=source.retried, cut=making.cut)
+        start = watch.start if watch is not None else lambda: None
+        count = min(plan.processes, step.at_once or plan.processes)
+        try:
+            if count == 1:
+                driven = drive.put(job, keep or (lambda line: None), tick, start)
+            else:
+                driven = workers.together(job, count, keep or (lambda line: None), tick, start)
+        finally:
+            if watch is not None:
+                watch.stop()
+        return self._outcome(step, driven, watch)
 
-    def _source(
-        self, step: Step, make: load.Make, told: Callable[[Exchange], None], lot: random.Random
-    ) -> load.Closed | load.Open:
-        plan = self.plan
-        length, warm, drain = plan.length_of(step), plan.warm_of(step), plan.patience.silence
-        if step.at_once is not None:
-            return load.Closed(step.at_once, make, length, told, warm, drain, plan.retries)
-        return load.Open(self._times(step, length, lot), make, length, told, warm, drain, retries=plan.retries)
-
-    @staticmethod
-    def _times(step: Step, length: load.Length, lot: random.Random) -> Iterator[float]:
-        own = step.work.times()
-        if step.rate is None:
-            assert own is not None
-            return own
-        if step.last_rate is not None:
-            assert length.seconds is not None
-            return load.ramp(step.rate, step.last_rate, length.seconds)
-        if step.burstiness is None:
-            return load.constant(step.rate)
-        return load.gamma(step.rate, step.burstiness, lot.getrandbits(48))
-
-    def _too_many(self, figures: Figures, least: int = _FEWEST) -> str | None:
-        """Why a load is given up; of fewer requests than `least` nothing is said."""
-        failed, count = figures.faults.total(), figures.count
-        if count >= least and failed > count * self.plan.most_errors / 100:
-            return f"{failed:,} of {count:,} requests failed, and {self.plan.most_errors:g}% may"
-        return None
-
-    def _outcome(
-        self, step: Step, source: load.Load, figures: Figures, steady: Figures, watch: metrics.Watch | None, cpu: float,
-        given_up: str | None, interrupted: bool,
-    ) -> Outcome:  # fmt: skip
-        whole = source.began, source.stopped or time.monotonic_ns()
+    def _outcome(self, step: Step, driven: drive.Driven, watch: metrics.Watch | None) -> Outcome:
+        whole = driven.began, driven.stopped
         samples = tuple(watch.samples) if watch is not None else ()
         seen = verdict.window(samples, *whole)
+        figures, cpu = driven.figures, driven.cpu
         counters = {
             name: found.value for name in metrics.COUNTERS if (found := metrics.growth(samples, name)) is not None
         }
         return Outcome(
-            step, figures, steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, source.number,
-            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted,
-            watched=None if watch is None else watch.watched,
+            step, figures, driven.steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, driven.sent,
+            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, driven.given_up, driven.interrupted, driven.retried, driven.cut,
+            None if watch is None else watch.watched,
         )  # fmt: skip
 
 
@@ -499,16 +314,3 @@ def _rate(figures: Figures, whole: tuple[int, int]) -> float | None:
     """Output tokens a second over the whole seconds of a window; events stand for tokens, by how many each carries."""
     rate, each = figures.slices.rate(*whole), figures.tokens_a_chunk
     return None if rate is None or each is None else each * rate
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """The collector of garbage waits: it would stop the clock's reader in the middle."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

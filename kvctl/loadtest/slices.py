@@ -59,6 +59,21 @@ class Slices:
         while len(self._kept) > self.most:
             self._widen()
 
+    def join(self, other: Slices) -> None:
+        """Add all of another."""
+        own = Slices(self.most)
+        own.width, own._kept = other.width, {number: list(sums) for number, sums in other._kept.items()}
+        while own.width < self.width:
+            own._widen()
+        while self.width < own.width:
+            self._widen()
+        for number, sums in own._kept.items():
+            kept = self._kept.setdefault(number, [0, 0, 0])
+            for at, value in enumerate(sums):
+                kept[at] += value
+        while len(self._kept) > self.most:
+            self._widen()
+
     def _widen(self) -> None:
         self.width *= 2
         joined: dict[int, list[int]] = {}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
 from kvctl.loadtest import calibrate, capacity, limit, remarks, verdict
-from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import Key
+from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.report import ServeReport, missed, server_of
-from kvctl.loadtest.run import Outcome, Plan, Session, Step
+from kvctl.loadtest.run import Outcome, Session
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -35,7 +34,6 @@ class Log:
         self.path = None if path is None else Path(path)
         self._part = None if self.path is None else self.path.with_name(f".{self.path.name}.part")
         self._file: TextIOWrapper | None = None
-        self.step = 0
 
     def __enter__(self) -> Log:
         if self._part is not None:
@@ -56,32 +54,19 @@ class Log:
         else:
             self._part.unlink(missing_ok=True)
 
-    def add(self, exchange: Exchange) -> None:
-        """One that has ended; times in seconds, stamps from when it was due."""
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One request that has ended."""
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(_line(exchange, self.step)) + "\n")
+            self._file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise KvctlError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
-
-
-def _line(one: Exchange, step: int) -> dict[str, Any]:
-    def since(stamp: int) -> float | None:
-        return (stamp - one.scheduled) / 1e9 if stamp else None
-
-    usage, key = one.usage, one.key
-    assert isinstance(key, Key)
-    return {
-        "load": step, "number": key.number, "phase": key.phase, "tries": key.tries + 1, "built_input_tokens": key.ask.tokens,
-        "known_input_tokens": key.ask.known,
-        "sent": since(one.sent), "first_byte": since(one.first_byte), "first_token": since(one.first_token),
-        "first_answer": since(one.answer_at), "last_token": since(one.last_token), "ended": since(one.ended), "events": len(one.stamps),
-        "input_tokens": None if usage is None else usage.prompt, "output_tokens": None if usage is None else usage.completion,
-        "cached_tokens": None if usage is None else usage.cached, "finish": one.finish, "status": one.status,
-        "fault": None if one.fault is None else one.fault.kind, "message": None if one.fault is None else one.fault.message,
-        "reconnects": one.reconnects, "kernel_stamps": one.kernel,
-    }  # fmt: skip
 
 
 def planned(plan: Plan) -> ServeReport:
@@ -126,8 +111,7 @@ def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeRep
 
     def one(step: Step) -> Outcome:
         now.stage(f"{step.words}: {step.work.words}")
-        log.step = len(outcomes)
-        outcomes.append(session.run(step, len(outcomes), log.add, now.say))
+        outcomes.append(session.run(step, len(outcomes), log.add if log.wanted else None, now.say))
         return outcomes[-1]
 
     if plan.limit:
@@ -160,7 +144,7 @@ def _judged(report: ServeReport) -> Iterator[Outcome]:
     ceiling = None if report.calibration is None else report.calibration.ceiling
     before: tuple[int, float] | None = None
     for one in report.outcomes:
-        found = verdict.beyond(one.verdict, one.output_rate, ceiling)
+        found = verdict.beyond(one.verdict, one.output_rate, ceiling, report.plan.processes)
         if one.step.at_once is not None and one.output_rate is not None:
             now = one.step.at_once, one.output_rate
             found = verdict.beside(found, now, before)

@@ -60,11 +60,12 @@ def window(samples: Sequence[Sample], first: int, last: int) -> Window:
                   resets, len(inside))  # fmt: skip
 
 
-def beyond(found: Verdict, rate: float | None, ceiling: float | None) -> Verdict:
-    """With what the client can take in, where that was measured."""
-    if rate is None or ceiling is None or rate < CEILING * ceiling or found.kind == FAILED:
+def beyond(found: Verdict, rate: float | None, ceiling: float | None, processes: int = 1) -> Verdict:
+    """With what the client can take in, where that was measured: so many tokens a second in each of its processes."""
+    if rate is None or ceiling is None or rate < CEILING * ceiling * processes or found.kind == FAILED:
         return found
-    words = f"{rate:,.0f} tokens a second came, and the client takes in {ceiling:,.0f}"
+    each = " in each of its processes" if processes > 1 else ""
+    words = f"{rate:,.0f} tokens a second came, and the client takes in {ceiling:,.0f}{each}"
     return Verdict(CLIENT, (words, *found.evidence))
 
 

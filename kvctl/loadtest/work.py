@@ -37,6 +37,9 @@ class Kit(Record):
     """Tokens that the server takes, where it says."""
     most_out: int | None = None
     """Output tokens at most, of requests that only try the server."""
+    index: int = 0
+    """Of this process, among `of`: where requests are given by a list, its own are every `of`-th."""
+    of: int = 1
 
     def out(self, tokens: int) -> int:
         """So many output tokens, or the most."""
@@ -403,12 +406,18 @@ class _Replay:
         self._requests = _requests(work.path, work.limit)
         self._salt = kit.lot.getrandbits(64)
         self._before: set[int] = set()
+        self._number = 0
         self.cut = 0
 
     def next(self) -> Ask | None:
-        one = next(self._requests, None)
-        if one is None:
-            return None
+        for one in self._requests:
+            self._number += 1
+            if (self._number - 1) % self._kit.of == self._kit.index:
+                return self._ask(one)
+            self._before.update(one.hash_ids)
+        return None
+
+    def _ask(self, one: Request) -> Ask:
         room = one.input_length - self._vocabulary.around
         if room < 1:  # shorter than what stands around any prompt
             room = 1
