@@ -39,7 +39,8 @@ FIGURES = obj(
                     "Good ones with fewer tokens than asked, where the engine can be told to write as many."
                 ),
                 "reconnects": whole("Sent again because a connection that lay idle had been closed."),
-                "asked_to_wait": _TIMES | {"description": "By Retry-After of those that were turned away; null where none said."},
+                "asked_to_wait": _TIMES
+                | {"description": "By Retry-After of those that were turned away; null where none said."},
             },
         ),
         "start": obj(
@@ -113,7 +114,9 @@ LOAD = obj(
                 "preemptions": maybe(number("Requests that lost their cache.")),
                 "resets": whole("Times that counters fell: the server was restarted."),
                 "counters": of("object", "How far counters went over the whole load, warm-up and all."),
-                "series": listed("Looks: seconds, and gauges; of many looks the highest of neighbours.", {"type": "object"}),
+                "series": listed(
+                    "Looks: seconds, and gauges; of many looks the highest of neighbours.", {"type": "object"}
+                ),
                 "failed_looks": maybe(whole("Looks that gave nothing; null where there is no page.")),
                 "seconds_looking": maybe(number("That all looks took.")),
             },

@@ -646,6 +646,8 @@ def _refused(exchange: Exchange, response: Response) -> Fault:
     said = "".join(exchange.said)
     if "html" in response.headers.get("content-type", "") or said.lstrip()[:1] == "<":
         said = re.sub(r"<(style|script|head)\b.*?(</\1>|$)|<[^>]*>?", " ", said, flags=re.DOTALL | re.IGNORECASE)
+    with contextlib.suppress(NoEventError):
+        said = read(said.encode()).error or said
     words = " ".join(said.split())[:300]
     exchange.retry_after = _wait(response.headers.get("retry-after"))
     kind = "rejected" if response.status in (429, 503) else "status"
