@@ -100,7 +100,9 @@ def load_report() -> tuple[float, float]:
     for number in range(REQUESTS):
         one = Exchange(b"", number * 10_000_000)
         one.sent = one.scheduled + number % 1000 * 100
-        one.stamps = array("q", range(one.sent + 10**8, one.sent + 10**8 + EVENTS * 20_000_000, 20_000_000 + number % 997))
+        one.stamps = array(
+            "q", range(one.sent + 10**8, one.sent + 10**8 + EVENTS * 20_000_000, 20_000_000 + number % 997)
+        )
         one.answer_at, one.ended, one.usage = one.first_token, one.last_token, Usage(512, EVENTS, 0)
         start = time.process_time()
         figures.add(one, EVENTS)
@@ -129,7 +131,9 @@ def main() -> int:
     print(f"{count} catalogue models: {rate:,.0f} a second on one core (limit {MODELS_A_SECOND:,})")
     seconds, each = load_report()
     missed += seconds > REPORT_SECONDS
-    print(f"report of {REQUESTS:,} requests of {EVENTS} events: {seconds:.3f} s (limit {REPORT_SECONDS:g}); {each:.0f} µs to add each up")
+    print(
+        f"report of {REQUESTS:,} requests of {EVENTS} events: {seconds:.3f} s (limit {REPORT_SECONDS:g}); {each:.0f} µs to add each up"
+    )
     return 1 if missed else 0
 
 

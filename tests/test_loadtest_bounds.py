@@ -17,7 +17,7 @@ from kvctl.loadtest.deltas import Usage
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures
 from kvctl.loadtest.metrics import MOST_LOOKS, Course, Sample, Unbroken, Watch, growth, thinned
-from kvctl.loadtest.report import load_of, _slices
+from kvctl.loadtest.report import _slices, load_of
 from kvctl.loadtest.run import Outcome, Step
 from kvctl.loadtest.slices import Slices
 from kvctl.loadtest.verdict import Verdict, Window, window
