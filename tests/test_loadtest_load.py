@@ -10,9 +10,10 @@ import time
 import pytest
 from scripted_server import Scripted, good, wait
 
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.load import MEASURED, SECOND, WARM, Ask, Closed, Key, Length, Load, Open, constant, gamma, ramp
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.loop import Loop
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
 

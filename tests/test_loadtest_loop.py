@@ -14,8 +14,9 @@ import pytest
 from scripted_server import DONE, OK, Act, Scripted, chunk, close, event, good, reset, send, wait
 
 from kvctl.errors import KvctlError
+from kvctl.loadtest.connection import Address, allow_files
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.loop import Address, Loop, Patience, allow_files
+from kvctl.loadtest.loop import Loop, Patience
 
 BODY = b'{"stream":true}'
 REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY

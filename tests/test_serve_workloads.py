@@ -24,10 +24,11 @@ from test_serve_test import Engine, _json, _own_cache  # noqa: F401
 
 from kvctl.errors import SourceError, UsageError
 from kvctl.loadtest import prompts
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.lengths import Fixed, Lognormal, Mix, Normal, Uniform
 from kvctl.loadtest.load import MEASURED, Ask, Closed, Key, Length, Load, Open, constant
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.loop import Loop
 from kvctl.options_serve import read_lengths
 
 Run = Callable[..., Outcome]

@@ -14,9 +14,10 @@ from typing import Any
 
 from kvctl.errors import KvctlError
 from kvctl.files import cache_folder, write_whole
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.load import Ask, Closed, Length
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.loop import Loop
 from kvctl.measure.child import child
 from kvctl.measure.statistics import quantile
 from kvctl.record import Record

@@ -18,9 +18,10 @@ from typing import Any
 
 from kvctl.errors import KvctlError
 from kvctl.loadtest import asks, load
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.loop import Loop
 from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.words import Vocabulary
 from kvctl.loadtest.work import Kit

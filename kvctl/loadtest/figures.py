@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from kvctl.loadtest.exchange import Exchange
@@ -215,16 +216,13 @@ class Figures:
         stamps = exchange.stamps
         icl, itl = self.times["icl"], self.times["itl"]
         each = tokens <= _ONE_EACH * len(stamps)
-        counts = exchange.counts if not each and len(exchange.counts) == len(stamps) else None
-        before = stamps[0]
-        for number in range(1, len(stamps)):
-            gap = stamps[number] - before
-            before = stamps[number]
-            icl.add(gap)
-            if each:
-                itl.add(gap)
-            elif counts is not None and (tokens_of := counts[number] - counts[number - 1]) > 0:
-                itl.add(gap // tokens_of, tokens_of)
+        gaps = [after - before for before, after in pairwise(stamps)]
+        icl.extend(gaps, *([itl] if each else ()))
+        counts = exchange.counts
+        if not each and len(counts) == len(stamps):
+            for gap, before, after in zip(gaps, counts, counts[1:], strict=True):
+                if after > before:
+                    itl.add(gap // (after - before), after - before)
 
     def join(self, other: Figures) -> None:
         """Add all of another."""

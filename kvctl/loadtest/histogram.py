@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import mul
 
 from kvctl.record import Record
 
@@ -31,8 +32,7 @@ class Histogram:
         self._counts: dict[int, int] = {}
         self.count = self.total = self.squares = self.largest = 0
         self.smallest: int | None = None
-        for value in values:
-            self.add(value)
+        self.extend(list(values))
 
     def add(self, value: int, times: int = 1) -> None:
         """One more, or several; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
@@ -47,6 +47,26 @@ class Histogram:
             self.largest = value
         if self.smallest is None or value < self.smallest:
             self.smallest = value
+
+    def extend(self, values: Sequence[int], *others: Histogram) -> None:
+        """Several at once, to others too: an answer's gaps come while the next answers wait."""
+        if not values:
+            return
+        values = values if min(values) >= 0 else [max(value, 0) for value in values]
+        keys = [
+            value if (shift := value.bit_length() - _BITS) <= 0 else (shift << _BITS) + (value >> shift)
+            for value in values
+        ]
+        total, squares, least, most = sum(values), sum(map(mul, values, values)), min(values), max(values)
+        for one in (self, *others):
+            counts = one._counts
+            for key in keys:
+                counts[key] = counts.get(key, 0) + 1
+            one.count += len(keys)
+            one.total += total
+            one.squares += squares
+            one.largest = max(one.largest, most)
+            one.smallest = least if one.smallest is None else min(one.smallest, least)
 
     def join(self, other: Histogram) -> None:
         """Add all of another."""

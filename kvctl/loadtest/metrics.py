@@ -315,13 +315,17 @@ class Watch:
             sample = read(answer.text, self.engine, (began + self._clock()) // 2)
             if self.engine == "llama.cpp":
                 sample = sample.replace(values={**sample.values, **self._slots()})
-            self.samples.append(self._unbroken.add(sample))
-            if len(self.samples) > MOST_LOOKS:
-                self.samples = thinned(self.samples)
+            self.keep(sample)
         except (KvctlError, ValueError) as error:
             self.misses += 1
             self.why = self.why or (error.message if isinstance(error, KvctlError) else str(error))[:200]
         self.took_ns += self._clock() - began
+
+    def keep(self, sample: Sample) -> None:
+        """One more, in bounded memory."""
+        self.samples.append(self._unbroken.add(sample))
+        if len(self.samples) > MOST_LOOKS:
+            self.samples = thinned(self.samples)
 
     def _slots(self) -> dict[str, float]:
         try:

@@ -97,8 +97,9 @@ def _preemptions(one: Outcome) -> Iterator[str]:
     found = preemption_cost(one)
     if found is not None:
         hit, rest = found
-        yield (f"between tokens of a request {format_seconds(hit)} went by on average in seconds with preemptions, and {format_seconds(rest)} "
-               f"in those without ({hit / rest - 1:+.0%})")  # fmt: skip
+        more = f" ({hit / rest - 1:+.0%})" if rest else ""
+        yield (f"between events of a request {format_seconds(hit)} went by on average in seconds with preemptions, and {format_seconds(rest)} "
+               f"in those without{more}")  # fmt: skip
 
 
 def preemption_cost(one: Outcome) -> tuple[float, float] | None:

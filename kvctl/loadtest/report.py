@@ -85,7 +85,7 @@ class ServeReport(Record):
                 "steps": [step.to_dict() for step in plan.steps],
             },
             "definitions": dict(DEFINITIONS) | dict(RATES), "calibration": None if self.calibration is None else self.calibration.to_dict(),
-            "loads": [_load(one) for one in self.outcomes],
+            "loads": [load_of(one) for one in self.outcomes],
             "limit": None if self.limit is None else self.limit.to_dict() | {"predicted": self.predicted},
             "capacity": None if self.capacity is None else self.capacity.to_dict(),
             "started": None if self.started is None else self.started.to_dict(), "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
@@ -103,7 +103,8 @@ def missed(plan: Plan, one: Outcome) -> str | None:
     return f"{share:.1f}% of requests keep {plan.slo.words}, and {plan.slo_percent:g}% are asked for"
 
 
-def _load(one: Outcome) -> dict[str, Any]:
+def load_of(one: Outcome) -> dict[str, Any]:
+    """One load."""
     seen = one.window
     first = one.samples[0].at if one.samples else 0
     return {

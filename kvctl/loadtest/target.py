@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvctl.errors import KvctlError, UsageError
-from kvctl.loadtest.loop import Address
+from kvctl.loadtest.connection import Address
 from kvctl.record import Record
 
 _SECONDS = 10.0
