@@ -313,8 +313,10 @@ def _ours_taken(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def serving(launch: Launch, now: Now) -> Iterator[Started]:
-    """The server, ready; it is gone afterwards.
+def serving(
+    launch: Launch, now: Now, why: Callable[[KvctlError, str], KvctlError] = lambda error, log: error
+) -> Iterator[Started]:
+    """The server, ready; it is gone afterwards. `why` is given the error of a start that failed and its log, and may know more.
 
     Raises:
         KvctlError: it does not start, is not ready in time, or ended while it was tested.
@@ -334,7 +336,11 @@ def serving(launch: Launch, now: Now) -> Iterator[Started]:
             except KvctlError as error:
                 if attempt < _TRIES and not child.running and _UNBOUND.search(_end_of(log)):
                     continue  # somebody took the port
-                raise KvctlError(error.message, hint=f"its log: {log}") from None
+                child.stop()  # its log is read next, and may have no end
+                found = why(error, str(log))
+                raise KvctlError(
+                    found.message, hint=f"{found.hint + '; ' if found.hint else ''}its log: {log}"
+                ) from None
             seconds = time.monotonic() - begun
             place = Place(False, HOST, port, "")
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
         return _tested(plan, now, log, None)
     from kvctl.loadtest import launch
 
-    with launch.serving(plan.launch, now) as started:
+    with launch.serving(plan.launch, now, partial(capacity.refused, plan.sizing)) as started:
         # Of an engine that lists models, the one that it was started with is the first.
         return _tested(plan.replace(place=started.place), now, log, started)
 
