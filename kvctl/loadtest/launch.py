@@ -34,6 +34,8 @@ HOST = "127.0.0.1"
 _TRIES = 3
 """Ports, where somebody else takes the one that was free."""
 _UNBOUND = re.compile(r"couldn't bind|exiting due to HTTP server error|address already in use", re.IGNORECASE)
+_MOMENT_S = 0.5
+"""A connection breaks a little before its process has ended."""
 _KEPT = 20
 """Logs in kvctl's folder: the newest."""
 _KEYS = ("--api-key", "--api-key-file", "--hf-token", "-hft")
@@ -158,9 +160,10 @@ class Started(Record):
     """From its start until it was ready."""
     child: Child
 
-    @property
-    def ended(self) -> str | None:
-        """Why it is no longer there, as far as it says; None while it runs."""
+    def ended(self, *, doubtful: bool) -> str | None:
+        """Why it is no longer there, as far as it says; None while it runs. `doubtful`: requests failed, as they do a moment before."""
+        if doubtful:
+            self.child.may_end(_MOMENT_S)
         return None if self.child.running else f"{self.child.what} ended: {self.child.last_words()}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -346,6 +349,7 @@ def serving(
             try:
                 yield Started(launch.engine, place, command, launch.words[0], str(log), seconds, child)
             except KvctlError as error:
+                child.may_end(_MOMENT_S)
                 if child.running:
                     raise
                 raise KvctlError(f"{engine.program} ended: {child.last_words()}", hint=f"its log: {log}") from error

@@ -121,9 +121,10 @@ def of_slots(answer: Sequence[Mapping[str, Any]], cells: int | None = None) -> d
             after = after[0] if isinstance(after, list) and after else after
             decoded = after.get("n_decoded", 0) if isinstance(after, Mapping) else 0
             # Newer builds (b11434) count what was generated among n_prompt_tokens, so that this is the surer sum.
-            parts = [slot.get(f"n_prompt_tokens_{part}") for part in ("processed", "cache")]
-            prompt = slot.get("n_prompt_tokens") if None in parts else sum(map(int, parts))
-            held += int(prompt or 0) + int(decoded or 0)
+            computed, cached = (slot.get(f"n_prompt_tokens_{part}") for part in ("processed", "cache"))
+            known = computed is not None and cached is not None
+            held += int(computed or 0) + int(cached or 0) if known else int(slot.get("n_prompt_tokens") or 0)
+            held += int(decoded or 0)
     out: dict[str, float] = {"kv_tokens": held}
     if cells:
         out["kv_use"] = held / cells

@@ -135,7 +135,8 @@ def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeRep
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
-    ended = None if started is None else started.ended
+    doubtful = any(outcome.figures.faults for outcome in outcomes)
+    ended = None if started is None else started.ended(doubtful=doubtful)
     return report.replace(notes=(*plan.notes, *session.notes), outcomes=tuple(_judged(report)), ended=ended)
 
 
