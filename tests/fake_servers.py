@@ -66,7 +66,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({{"data": [{{"id": pathlib.Path(model).name, "owned_by": "llamacpp"}}]}})
         if path == "/v1/models" and NAME == "vllm":
             return self.reply({{"data": [{{"id": model, "owned_by": "vllm", "max_model_len": 322}}]}})
-        if path == "/v1/models": return self.reply({{"error": "offline"}}, 500)
+        if path == "/v1/models":  # and it closes the connection without saying so, as uvicorn does
+            self.close_connection = True
+            return self.reply({{"error": "offline"}}, 500)
         if path == "/openapi.json" and NAME == "transformers":
             return self.reply({{"paths": {{"/load_model": {{}}, "/reset": {{}}, "/v1/responses": {{}}}}}})
         if path == "/version": return self.reply({{"version": "0.32.0+cpu"}})

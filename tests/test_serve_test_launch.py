@@ -23,9 +23,11 @@ import pytest
 from conftest import Outcome
 from fake_servers import write as program
 from gguf_models import write as write_gguf
-from scripted_server import Scripted, good, send
+from scripted_server import Scripted, close, good, send
 
+from kvctl.errors import KvctlError
 from kvctl.loadtest import launch, nearby
+from kvctl.loadtest.target import Client, Trust, read_url
 from kvctl.measure.others import llama_cpp, process, vllm_engine
 
 Run = Callable[..., Outcome]
@@ -445,6 +447,17 @@ def test_a_folder_goes_to_vllm_else_to_transformers(
     assert launch.for_model(str(folder)) == launch.of_engine("transformers", str(folder))
     program(bin_, "vllm")
     assert launch.for_model(str(folder)) == launch.of_engine("vllm", str(folder))
+
+
+def test_a_question_on_a_connection_that_is_closed_is_asked_once_more() -> None:
+    """As uvicorn closes it behind an answer of 500: the second question meets a closed connection, and the third one too."""
+    with Scripted(lambda number: _json({"number": number}) if number in (0, 2) else [close]) as server:
+        client = Client(read_url(f"127.0.0.1:{server.port}"), Trust(), {})
+        assert client.object("/a") == {"number": 0}
+        assert client.object("/b") == {"number": 2}
+        with pytest.raises(KvctlError, match="does the server run there|disconnected|reset"):
+            client.object("/c")
+        client.close()
 
 
 # -- capacity of a server that was started by somebody else -------------------------------------------------

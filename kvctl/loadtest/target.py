@@ -165,7 +165,11 @@ class Client:
         import httpx2
 
         try:
-            found = self.http.request(method, self.root + path, json=body)
+            try:
+                found = self.http.request(method, self.root + path, json=body)
+            except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                # Servers close a connection behind an answer of 500 (uvicorn), or one that lay idle: once more, on a new one.
+                found = self.http.request(method, self.root + path, json=body)
         except httpx2.TimeoutException:
             raise KvctlError(
                 f"{self.root}{path}: no answer in {_SECONDS:g} s", hint="is the server up, and not full?"
