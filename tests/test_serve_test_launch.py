@@ -455,7 +455,7 @@ def test_a_question_on_a_connection_that_is_closed_is_asked_once_more() -> None:
         client = Client(read_url(f"127.0.0.1:{server.port}"), Trust(), {})
         assert client.object("/a") == {"number": 0}
         assert client.object("/b") == {"number": 2}
-        with pytest.raises(KvctlError, match="does the server run there|disconnected|reset"):
+        with pytest.raises(KvctlError, match=r"disconnected|reset"):
             client.object("/c")
         client.close()
 
@@ -547,8 +547,24 @@ def test_the_limit_of_llama_cpp_is_where_it_is_predicted(kvctl: Run) -> None:
     place, gguf = os.environ.get(llama_cpp.VARIABLE), os.environ.get("KVCTL_SMOLLM2_GGUF")
     if not place or gguf is None:
         pytest.skip(f"{llama_cpp.VARIABLE} and KVCTL_SMOLLM2_GGUF name no server and model")
-    asked = ("-i", "56", "-o", "24", "-n", "8", "--warmup", "0", "--endpoint", "completions", "--find-limit", "--json")
-    outcome = kvctl("serve-test", "--launch", f"llama-server -m {gguf} -c 256", *asked)
+    # One thread: several spin, and wait for one another where the machine is busy.
+    asked = (
+        "-i",
+        "56",
+        "-o",
+        "24",
+        "-n",
+        "6",
+        "--warmup",
+        "0",
+        "-c",
+        "2",
+        "--endpoint",
+        "completions",
+        "--find-limit",
+        "--json",
+    )
+    outcome = kvctl("serve-test", "--launch", f"llama-server -m {gguf} -c 256 -t 1", *asked)
     assert outcome.code == 0, outcome.err
     found = outcome.json
     assert found["limit"]["predicted"] == 3

@@ -107,6 +107,7 @@ def look(client: Client, server: Server, model: str, length: int, sizing: Sizing
     if sizing.spec is None:
         notes.append(sizing.why)
     else:
+        notes += sizing.plan.notes if sizing.plan is not None else ()
         try:
             plan = _plan(sizing, server, log, notes)
             if plan.engine.name == "llama.cpp":
