@@ -65,16 +65,16 @@ EXIT_MEANING_OF = {
 
 EXIT_MEANING_OF["kvctl serve-test"] = {
     ExitCode.OK: "Done, and the objective of --slo is kept.",
-    ExitCode.FAILED: "Failed: the server could not be reached or refuses such requests, or a load was given up because too many failed.",
+    ExitCode.FAILED: "Failed: the server could not be reached or started, ended, or refuses such requests, or a load was given up because too many failed.",
     ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
     ExitCode.ANSWER_IS_NO: "The objective of --slo is missed, or what was found in the server's cache is not what was designed.",
     ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); what came until then is printed.",
 }
 
 ENVIRONMENT = {
-    "KVCTL_LLAMA_CPP": "llama-server, or its folder, for --engine llama.cpp of kvctl profile.",
-    "KVCTL_VLLM_PYTHON": "The Python that has vLLM, or its environment's folder, for --engine vllm of kvctl profile.",
-    "KVCTL_CACHE": "Folder for environments of quantize's backends and calibrations of serve-test; default: kvctl in the user's cache folder.",
+    "KVCTL_LLAMA_CPP": "llama-server, or its folder, for --engine llama.cpp of kvctl profile and --launch of serve-test.",
+    "KVCTL_VLLM_PYTHON": "The Python that has vLLM, or its environment's folder, for --engine vllm of kvctl profile and --launch of serve-test.",
+    "KVCTL_CACHE": "Folder for environments of quantize's backends, and for calibrations and servers' logs of serve-test; default: kvctl in the user's cache folder.",
     "KVCTL_DEBUG": "1 shows the traceback of an error instead of one line.",
     "KVCTL_HUB_TIMEOUT": "Seconds to wait for the Hub before giving up; default: the Hub client's.",
     "NO_COLOR": "Set to anything: no colours.",
@@ -89,7 +89,7 @@ ENVIRONMENT = {
 ENVIRONMENT_OF = {
     "kvctl profile": ("KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON"),
     "kvctl quantize": ("KVCTL_CACHE",),
-    "kvctl serve-test": ("KVCTL_CACHE",),
+    "kvctl serve-test": ("KVCTL_CACHE", "KVCTL_LLAMA_CPP", "KVCTL_VLLM_PYTHON"),
 }
 """Variables of one command alone."""
 
@@ -141,6 +141,12 @@ ABOUT = {
         "What was found in the server's cache is held against what was designed (--shared-prefix, or nothing but a template's beginning): "
         "more than two points beside that is status 3. --reset-cache has the server empty its cache before each load: vLLM that was started with "
         "VLLM_SERVER_DEV_MODE=1, SGLang, llama.cpp with --slot-save-path.",
+        "With --launch the server is started first, on a free port of this machine, with its metrics on; kvctl waits until it is ready, and "
+        "ends it and all that it started, however kvctl itself ends. Without a URL the server that answers at 127.0.0.1 on port 8000, 30000, "
+        "8080, 11434 or 1234 is tested; where none does, one is started for the file or folder of --model: llama.cpp for a .gguf, else vLLM, "
+        "else transformers.",
+        "What the server says of the size of its KV cache stands beside what kvctl size predicts for the same model and settings. Those are "
+        "known of --launch, from the log of its start (--server-log), or in part from --size-model; what nobody says is not available.",
         "Progress and notes go to standard error.",
     ),
     "kvctl profile": (
@@ -418,7 +424,9 @@ def sections(command: Command, every: list[Command]) -> Iterator[Section]:
         yield "Examples", [Code(examples)]
     meaning = EXIT_MEANING_OF.get(command.path, EXIT_MEANING)
     yield "Exit status", [named({str(int(code)): meaning[code] for code in ExitCode if code in meaning})]
-    others = {name for path, names in ENVIRONMENT_OF.items() if not root and path != command.path for name in names}
+    others = {name for names in ENVIRONMENT_OF.values() if not root for name in names} - {
+        *ENVIRONMENT_OF.get(command.path, ())
+    }
     yield "Environment", [named({name: text for name, text in ENVIRONMENT.items() if name not in others})]
     yield "Files", [named(FILES)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fake_engines import LLAMA_LOG, LLAMA_REFUSES, LLAMA_UNBOUND, VLLM_LOG
+from fake_engines import LLAMA_LOG, LLAMA_REFUSES, LLAMA_UNBOUND, VLLM_LOG, VLLM_REFUSES
 
 # vLLM 0.32 on a CPU, SmolLM2-135M's shape with --max-model-len 322 --kv-cache-memory-bytes 201326592: what its log says in VLLM_LOG.
 VLLM_PAGE = """\
@@ -66,7 +66,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({{"data": [{{"id": pathlib.Path(model).name, "owned_by": "llamacpp"}}]}})
         if path == "/v1/models" and NAME == "vllm":
             return self.reply({{"data": [{{"id": model, "owned_by": "vllm", "max_model_len": 322}}]}})
-        if path == "/v1/models": return self.reply({{"error": "offline"}}, 500)
+        if path == "/v1/models":  # and it closes the connection without saying so, as uvicorn does
+            self.close_connection = True
+            return self.reply({{"error": "offline"}}, 500)
         if path == "/openapi.json" and NAME == "transformers":
             return self.reply({{"paths": {{"/load_model": {{}}, "/reset": {{}}, "/v1/responses": {{}}}}}})
         if path == "/version": return self.reply({{"version": "0.32.0+cpu"}})
@@ -104,11 +106,13 @@ def write(folder: Path, name: str, how: str = "") -> Path:
     """A program of this name in `folder`, which also keeps what it was asked."""
     folder.mkdir(exist_ok=True)
     log = {"llama-server": LLAMA_LOG, "vllm": VLLM_LOG}.get(name, "loading\n")
+    # vLLM refuses where it would say how large the cache is.
+    refuses = "\n".join([*VLLM_LOG.splitlines()[:-1], VLLM_REFUSES]) if name == "vllm" else LLAMA_REFUSES
     page = VLLM_PAGE if name == "vllm" else LLAMA_PAGE
     program = folder / name
     program.write_text(
         _PROGRAM.format(
-            python=sys.executable, name=name, how=how, here=str(folder), log=log, page=page, refuses=LLAMA_REFUSES, unbound=LLAMA_UNBOUND
+            python=sys.executable, name=name, how=how, here=str(folder), log=log, page=page, refuses=refuses, unbound=LLAMA_UNBOUND
         )
     )  # fmt: skip
     program.chmod(0o755)

@@ -18,7 +18,8 @@ import pytest
 from conftest import Outcome
 from scripted_server import OK, Act, Scripted, chunk, close, event, good, send, wait
 
-from kvctl.loadtest.exchange import Exchange
+from kvctl.loadtest import nearby
+from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures
 from kvctl.loadtest.verdict import Verdict, Window, beside, beyond, verdict
 
@@ -39,7 +40,8 @@ def _json(value: object, status: str = "200 OK") -> list[Act]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration of this machine is none of these tests'."""
+    """A calibration of this machine is none of these tests', nor is a server that runs on it."""
+    monkeypatch.setattr(nearby, "PLACES", ())
     monkeypatch.setenv("KVCTL_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -441,6 +443,18 @@ def test_what_bound_a_load(seen: Window, kind: str) -> None:
     assert found.evidence
     assert verdict(_figures(), seen, cpu=0.9, at_once=8).kind == "client-limited"
     assert verdict(_figures(0), seen, cpu=0.2, at_once=8).kind == "failed"
+
+
+def test_a_cache_that_throws_requests_out() -> None:
+    """llama.cpp's slots share cells; full, it fails those under way, between two looks at its metrics perhaps."""
+    figures = _figures(3)
+    one = Exchange(b"", 0)
+    one.sent, one.ended, one.fault = 1, 10**9, Fault("server", "Context size has been exceeded.")
+    figures.add(one)
+    found = verdict(figures, Window(0.8, 0, 4, None, 0, 9), cpu=0.2, at_once=4)
+    assert found == Verdict(
+        "kv-saturated", ("1 of 4 requests failed: Context size has been exceeded.", "KV cache in use: 80% at most")
+    )
 
 
 def test_what_other_loads_and_the_client_say() -> None:

@@ -23,9 +23,11 @@ import pytest
 from conftest import Outcome
 from fake_servers import write as program
 from gguf_models import write as write_gguf
-from scripted_server import Scripted, good, send
+from scripted_server import Scripted, close, good, send
 
+from kvctl.errors import KvctlError
 from kvctl.loadtest import launch, nearby
+from kvctl.loadtest.target import Client, Trust, read_url
 from kvctl.measure.others import llama_cpp, process, vllm_engine
 
 Run = Callable[..., Outcome]
@@ -201,6 +203,20 @@ def test_it_ends_at_its_start(kvctl: Run, gguf: Path, bin_: Path) -> None:
     assert "hint: its log: " in outcome.err
     assert not outcome.out
     assert gone(bin_)
+
+
+def test_its_cache_is_too_small(kvctl: Run, folder: Path, bin_: Path) -> None:
+    """8,192 tokens of 23,040 bytes are 0.18 GiB; the log says that 0.09 are there: 0.085 at least, of which 30 blocks of 128 tokens can be
+    made, and vLLM keeps one back."""
+    program(bin_, "vllm", "refuses")
+    outcome = kvctl("serve-test", "--launch", f"vllm serve {folder} --kv-cache-memory-bytes 100663296 --block-size 128")
+    assert outcome.code == 1
+    assert (
+        "vllm did not start: one request of 8,192 tokens takes 0.18 GiB, and 0.09 GiB are left for the cache"
+        in outcome.err
+    )
+    assert "it fits with --max-model-len 3712" in outcome.err
+    assert "its log: " in outcome.err
 
 
 def test_somebody_takes_its_port(kvctl: Run, gguf: Path, bin_: Path) -> None:
@@ -433,6 +449,17 @@ def test_a_folder_goes_to_vllm_else_to_transformers(
     assert launch.for_model(str(folder)) == launch.of_engine("vllm", str(folder))
 
 
+def test_a_question_on_a_connection_that_is_closed_is_asked_once_more() -> None:
+    """As uvicorn closes it behind an answer of 500: the second question meets a closed connection, and the third one too."""
+    with Scripted(lambda number: _json({"number": number}) if number in (0, 2) else [close]) as server:
+        client = Client(read_url(f"127.0.0.1:{server.port}"), Trust(), {})
+        assert client.object("/a") == {"number": 0}
+        assert client.object("/b") == {"number": 2}
+        with pytest.raises(KvctlError, match=r"disconnected|reset"):
+            client.object("/c")
+        client.close()
+
+
 # -- capacity of a server that was started by somebody else -------------------------------------------------
 
 
@@ -509,3 +536,70 @@ def test_with_the_model_alone(kvctl: Run, folder: Path, bin_: Path) -> None:
     with _elsewhere(bin_, "vllm", "serve", "HuggingFaceTB/SmolLM2-135M") as (url, _):
         assert _held(kvctl, url)["predicted"]["requests"] == 68  # the catalogue has that name
     assert kvctl("serve-test", url, "--size-model", "no-such-model-at-all").code == 1
+
+
+# -- with real engines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_the_limit_of_llama_cpp_is_where_it_is_predicted(kvctl: Run) -> None:
+    """Four slots share 256 cells: three requests of 80 tokens fit, and a fourth is one too many."""
+    place, gguf = os.environ.get(llama_cpp.VARIABLE), os.environ.get("KVCTL_SMOLLM2_GGUF")
+    if not place or gguf is None:
+        pytest.skip(f"{llama_cpp.VARIABLE} and KVCTL_SMOLLM2_GGUF name no server and model")
+    # One thread: several spin, and wait for one another where the machine is busy.
+    asked = (
+        "-i",
+        "56",
+        "-o",
+        "24",
+        "-n",
+        "6",
+        "--warmup",
+        "0",
+        "-c",
+        "2",
+        "--endpoint",
+        "completions",
+        "--find-limit",
+        "--json",
+    )
+    outcome = kvctl("serve-test", "--launch", f"llama-server -m {gguf} -c 256 -t 1", *asked)
+    assert outcome.code == 0, outcome.err
+    found = outcome.json
+    assert found["limit"]["predicted"] == 3
+    assert abs(found["limit"]["borne"] - 3) <= 1, found["limit"]
+    assert found["limit"]["why"] == "kv-saturated"
+    held = found["capacity"]
+    assert held["declared"]["tokens"] == held["predicted"]["tokens"] == 256
+    assert held["predicted"]["bytes"] == 256 * 23_040
+    assert held["difference_percent"]["bytes"] == 0
+    log = Path(found["started"]["log"]).read_text(errors="replace")
+    assert "llama_kv_cache: size =    5.62 MiB (   256 cells,  30 layers,  4/1 seqs)" in log
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(found["url"].rpartition(":")[2])), 1)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_limit_of_vllm_is_where_it_is_predicted(kvctl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for 8 blocks of 128 tokens, of which vLLM keeps one back: requests of 100 + 60 tokens take two."""
+    python, folder = os.environ.get(vllm_engine.VARIABLE), os.environ.get("KVCTL_SMOLLM2")
+    if not python or not folder:
+        pytest.skip(f"{vllm_engine.VARIABLE} and KVCTL_SMOLLM2 name no vLLM and model")
+    for name, value in (("VLLM_TARGET_DEVICE", "cpu"), ("VLLM_CPU_CI_ENV", "1"), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
+    told = f"vllm serve {folder} --enforce-eager --max-model-len 512 --kv-cache-memory-bytes {8 * 128 * 23_040}"
+    asked = ("-i", "100", "-o", "60", "-n", "12", "--warmup", "2", "--find-limit", "--json")
+    outcome = kvctl("serve-test", "--launch", told, *asked)
+    assert outcome.code == 0, outcome.err
+    found = outcome.json
+    held = found["capacity"]
+    assert held["declared"] | {"bytes": 0} == held["predicted"] | {"bytes": 0, "requests": None}
+    assert (held["predicted"]["tokens"], held["predicted"]["bytes"], held["predicted"]["blocks"]) == (
+        1024,
+        8 * 128 * 23_040,
+        8,
+    )
+    assert found["limit"]["predicted"] == 4
+    assert abs(found["limit"]["borne"] - 4) <= 1, found["limit"]

@@ -16,6 +16,7 @@ from kvctl.loadtest import metrics
 from kvctl.record import Record
 from kvctl.size import SizePlan, size
 from kvctl.startlog import llama_cpp as llama_log
+from kvctl.startlog.explain import explain
 from kvctl.startlog.log import StartLog, read_log
 from kvctl.units import plural
 
@@ -106,6 +107,7 @@ def look(client: Client, server: Server, model: str, length: int, sizing: Sizing
     if sizing.spec is None:
         notes.append(sizing.why)
     else:
+        notes += sizing.plan.notes if sizing.plan is not None else ()
         try:
             plan = _plan(sizing, server, log, notes)
             if plan.engine.name == "llama.cpp":
@@ -129,6 +131,24 @@ def _own_log(path: str | None) -> StartLog | None:
         return read_log(path)
     except KvctlError:
         return None  # an engine that says nothing of its cache: transformers
+
+
+def refused(sizing: Sizing, error: KvctlError, log_path: str) -> KvctlError:
+    """The error of a start that failed; where its log says that the cache is the reason, in kvctl's words and with what would fit."""
+    if sizing.spec is None or sizing.plan is None:
+        return error
+    try:
+        log = read_log(log_path)
+        plan = sizing.plan.replace(serving=log.told(sizing.plan.serving, None))
+        found = explain(log, sizing.spec, plan).refused
+    except KvctlError:
+        return error
+    if found is None:
+        return error
+    return KvctlError(
+        f"{log.engine} did not start: {found.why}",
+        hint=f"it fits with {' or '.join(found.fits)}" if found.fits else None,
+    )
 
 
 # -- what the server says -----------------------------------------------------------------------------------
@@ -179,13 +199,16 @@ def _of_llama_cpp(server: Server, log: StartLog | None) -> tuple[Side, list[str]
     if log is not None and log.pools:
         tokens, size_ = _cells(log.pools), round(sum(pool.total for pool in log.pools))
         within = sum(pool.half * len(pool.sizes) for pool in log.pools)
-        by.append("its log")
-    elif log is not None and (parts := (*log.all("kv_buffer"), *log.all("state_buffer"))):
-        size_, within = round(sum(part.value for part in parts)), sum(part.half for part in parts)
+    buffers = (*log.all("kv_buffer"), *log.all("state_buffer")) if log is not None else ()
+    total = sum(part.value for part in buffers)
+    # One for each device, rounded less often than keys and values; a pass that looks whether it fits may have printed them before.
+    if buffers and (size_ is None or abs(total - size_) <= within):
+        size_, within = round(total), sum(part.half for part in buffers)
+    if size_ is not None:
         by.append("its log")
     if tokens is None and server.slots == 1:
         tokens = server.context
-    return Side(tokens=tokens, bytes=size_, bytes_within=round(within), requests=server.slots), by
+    return Side(tokens=tokens, bytes=size_, bytes_within=round(within)), by
 
 
 def _cells(pools: Any) -> int | None:
@@ -332,6 +355,8 @@ def _of_cells(sizing: Sizing, plan: SizePlan, server: Server, length: int, decla
         requests = min(int(slots), int(streams) * (cells // int(streams) // length))
         if declared.tokens is None and server.context is not None and server.slots is not None:
             declared = declared.replace(tokens=server.context * (server.slots if streams == slots else 1))
+    if declared.tokens is not None and server.slots is not None:
+        declared = declared.replace(requests=min(server.slots, declared.tokens // length))
     return Side(tokens=cells, bytes=found.reserved_bytes, requests=requests), declared
 
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from kvctl.measure.run import Now
 
 HOST = "127.0.0.1"
-_LAST_BREATH_S = 1.0
-"""A server that does not answer may be about to end."""
 _TRIES = 3
 """Ports, where somebody else takes the one that was free."""
 _UNBOUND = re.compile(r"couldn't bind|exiting due to HTTP server error|address already in use", re.IGNORECASE)
+_MOMENT_S = 0.5
+"""A connection breaks a little before its process has ended."""
 _KEPT = 20
 """Logs in kvctl's folder: the newest."""
 _KEYS = ("--api-key", "--api-key-file", "--hf-token", "-hft")
@@ -160,9 +160,10 @@ class Started(Record):
     """From its start until it was ready."""
     child: Child
 
-    @property
-    def ended(self) -> str | None:
-        """Why it is no longer there, as far as it says; None while it runs."""
+    def ended(self, *, doubtful: bool) -> str | None:
+        """Why it is no longer there, as far as it says; None while it runs. `doubtful`: requests failed, as they do a moment before."""
+        if doubtful:
+            self.child.may_end(_MOMENT_S)
         return None if self.child.running else f"{self.child.what} ended: {self.child.last_words()}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -315,8 +316,10 @@ def _ours_taken(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def serving(launch: Launch, now: Now) -> Iterator[Started]:
-    """The server, ready; it is gone afterwards.
+def serving(
+    launch: Launch, now: Now, why: Callable[[KvctlError, str], KvctlError] = lambda error, log: error
+) -> Iterator[Started]:
+    """The server, ready; it is gone afterwards. `why` is given the error of a start that failed and its log, and may know more.
 
     Raises:
         KvctlError: it does not start, is not ready in time, or ended while it was tested.
@@ -336,13 +339,17 @@ def serving(launch: Launch, now: Now) -> Iterator[Started]:
             except KvctlError as error:
                 if attempt < _TRIES and not child.running and _UNBOUND.search(_end_of(log)):
                     continue  # somebody took the port
-                raise KvctlError(error.message, hint=f"its log: {log}") from None
+                child.stop()  # its log is read next, and may have no end
+                found = why(error, str(log))
+                raise KvctlError(
+                    found.message, hint=f"{found.hint + '; ' if found.hint else ''}its log: {log}"
+                ) from None
             seconds = time.monotonic() - begun
             place = Place(False, HOST, port, "")
             try:
                 yield Started(launch.engine, place, command, launch.words[0], str(log), seconds, child)
             except KvctlError as error:
-                child.may_end(_LAST_BREATH_S)
+                child.may_end(_MOMENT_S)
                 if child.running:
                     raise
                 raise KvctlError(f"{engine.program} ended: {child.last_words()}", hint=f"its log: {log}") from error

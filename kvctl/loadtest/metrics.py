@@ -155,7 +155,11 @@ def of_slots(answer: Any, cells: int | None = None) -> dict[str, float]:
             after = slot.get("next_token")
             after = after[0] if isinstance(after, list) and after else after
             decoded = after.get("n_decoded") if isinstance(after, Mapping) else 0
-            held += _whole(slot.get("n_prompt_tokens")) + _whole(decoded)
+            # Newer builds (b11434) count what was generated among n_prompt_tokens, so that this is the surer sum.
+            computed, cached = (slot.get(f"n_prompt_tokens_{part}") for part in ("processed", "cache"))
+            known = computed is not None and cached is not None
+            held += _whole(computed) + _whole(cached) if known else _whole(slot.get("n_prompt_tokens"))
+            held += _whole(decoded)
     out: dict[str, float] = {"kv_tokens": held}
     if cells and held <= _MOST_SHARE * cells:
         out["kv_use"] = held / cells

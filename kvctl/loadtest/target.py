@@ -221,17 +221,12 @@ class Client:
         import httpx2
 
         end = time.monotonic() + _SECONDS
-        content = bytearray()
         try:
-            with self.http.stream(method, self._base + path, json=body, extensions=self._more) as found:
-                for part in found.iter_bytes():
-                    content += part
-                    if len(content) > _MOST:
-                        return None
-                    if time.monotonic() > end:
-                        raise httpx2.ReadTimeout("")
-                headers = {name.lower(): value for name, value in found.headers.items()}
-                return Answer(found.status_code, headers, bytes(content))
+            try:
+                return self._stream(method, path, body, end)
+            except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                # Servers close a connection behind an answer of 500 (uvicorn), or one that lay idle: once more, on a new one.
+                return self._stream(method, path, body, end)
         except httpx2.TimeoutException:
             raise KvctlError(
                 f"{self.root}{path}: no answer in {_SECONDS:g} s", hint="is the server up, and not full?"
@@ -242,6 +237,21 @@ class Client:
             ) from None
         except Exception as error:  # whatever a library makes of what a server sends: no traceback in a thread
             raise KvctlError(f"{self.root}{path}: {type(error).__name__}: {_first_line(error)}") from None
+
+    def _stream(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Answer | None:
+        """Until that time, and no more than can be looked at."""
+        import httpx2
+
+        content = bytearray()
+        with self.http.stream(method, self._base + path, json=body, extensions=self._more) as found:
+            for part in found.iter_bytes():
+                content += part
+                if len(content) > _MOST:
+                    return None
+                if time.monotonic() > end:
+                    raise httpx2.ReadTimeout("")
+            headers = {name.lower(): value for name, value in found.headers.items()}
+            return Answer(found.status_code, headers, bytes(content))
 
     def object(self, path: str) -> dict[str, Any]:
         """A JSON object, or an empty one."""

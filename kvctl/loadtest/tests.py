@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from kvctl.measure.run import Now
 
 
-_LAST_BREATH_S = 1.0
-"""A server that breaks off connections may be about to end."""
 MOST_AT_ONCE = 4096
 """Requests at once that a search for the limit goes up to."""
 
@@ -87,7 +86,7 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
         return _tested(plan, now, log, None)
     from kvctl.loadtest import launch
 
-    with launch.serving(plan.launch, now) as started:
+    with launch.serving(plan.launch, now, partial(capacity.refused, plan.sizing)) as started:
         # Of an engine that lists models, the one that it was started with is the first.
         return _tested(plan.replace(place=started.place), now, log, started)
 
@@ -121,11 +120,8 @@ def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeRep
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
-    ended = None
-    if started is not None:
-        if any(outcome.figures.faults for outcome in outcomes):
-            started.child.may_end(_LAST_BREATH_S)
-        ended = started.ended
+    doubtful = any(outcome.figures.faults for outcome in outcomes)
+    ended = None if started is None else started.ended(doubtful=doubtful)
     return report.replace(notes=(*plan.notes, *session.notes), outcomes=tuple(_judged(report)), ended=ended)
 
 

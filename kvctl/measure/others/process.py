@@ -35,7 +35,7 @@ _TELLING = (
     ),
 )
 _AFTERWARDS = re.compile(
-    r"exiting due to|failed to create_?\s?context with model|failed to load model|encountered an error while|leaked|resource_tracker"
+    r"exiting due to|See root cause above|failed to create_?\s?context with model|failed to load model|encountered an error while|leaked|resource_tracker"
 )
 _MILD = re.compile(r"^(?:\([^()]*\) *)?(?:(?:WARNING|INFO|DEBUG) \d\d-\d\d |\d+\.\d\d\.\d{3}\.\d{3} [DIW] )")
 """Lines of vLLM and llama.cpp that are no errors by their level."""
