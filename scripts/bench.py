@@ -92,9 +92,12 @@ def load_report() -> tuple[float, float]:
     from kvctl.loadtest.deltas import Usage
     from kvctl.loadtest.exchange import Exchange
     from kvctl.loadtest.figures import Figures
+    from kvctl.loadtest.lengths import Fixed
+    from kvctl.loadtest.plan import Step
     from kvctl.loadtest.report import load_of
-    from kvctl.loadtest.run import Outcome, Step
+    from kvctl.loadtest.run import Outcome
     from kvctl.loadtest.verdict import verdict, window
+    from kvctl.loadtest.work import Made
 
     figures, adding = Figures(), 0.0
     for number in range(REQUESTS):
@@ -108,7 +111,7 @@ def load_report() -> tuple[float, float]:
         figures.add(one, EVENTS)
         adding += time.process_time() - start
     seen = window((), 0, 1)
-    found = Outcome(Step(at_once=1), figures, figures, seen, verdict(figures, seen, cpu=0.1, at_once=1), (), {}, REQUESTS, 1000.0, None, 0.1)  # fmt: skip
+    found = Outcome(Step(Made(Fixed(512), Fixed(EVENTS)), at_once=1), figures, figures, seen, verdict(figures, seen, cpu=0.1, at_once=1), (), {}, REQUESTS, 1000.0, None, 0.1)  # fmt: skip
     start = time.process_time()
     json.dumps(load_of(found))
     return time.process_time() - start, adding / REQUESTS * 1e6

@@ -16,11 +16,14 @@ import pytest
 from kvctl.loadtest.deltas import Usage
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.lengths import Fixed
 from kvctl.loadtest.metrics import MOST_LOOKS, Course, Sample, Unbroken, Watch, growth, thinned
+from kvctl.loadtest.plan import Step
 from kvctl.loadtest.report import _slices, load_of
-from kvctl.loadtest.run import Outcome, Step
+from kvctl.loadtest.run import Outcome
 from kvctl.loadtest.slices import Slices
 from kvctl.loadtest.verdict import Verdict, Window, window
+from kvctl.loadtest.work import Made
 
 SECOND = 1_000_000_000
 
@@ -39,7 +42,7 @@ def _exchange(lot: random.Random, at: int, tokens: int) -> Exchange:
 
 def _outcome(figures: Figures, samples: tuple[Sample, ...] = ()) -> Outcome:
     return Outcome(
-        Step(at_once=1), figures, Figures(), Window(None, None, None, None, 0, 0), Verdict("x", ()), samples, {}, 1, 1.0, None, 0.1
+        Step(Made(Fixed(100), Fixed(4)), at_once=1), figures, Figures(), Window(None, None, None, None, 0, 0), Verdict("x", ()), samples, {}, 1, 1.0, None, 0.1
     )  # fmt: skip
 
 

@@ -29,13 +29,15 @@ from kvctl.loadtest import target
 from kvctl.loadtest.deltas import Usage
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.lengths import Fixed
 from kvctl.loadtest.loop import Loop
 from kvctl.loadtest.metrics import Sample, Watched
+from kvctl.loadtest.plan import Step
 from kvctl.loadtest.remarks import misses_design, preemption_cost, remarks
-from kvctl.loadtest.run import Outcome, Plan, Step
+from kvctl.loadtest.run import Outcome
 from kvctl.loadtest.slices import Slices, cost
-from kvctl.loadtest.target import Place
 from kvctl.loadtest.verdict import Verdict, Window
+from kvctl.loadtest.work import Made
 
 Run = Callable[..., Ran]
 SECOND = 1_000_000_000
@@ -109,18 +111,18 @@ def _exchange(
     return one
 
 
-def _plan(**more: Any) -> Plan:
-    return Plan(Place(False, "x", 1, ""), (Step(at_once=1),), 100, 4, **more)
+def _work(prefix: int = 0) -> Made:
+    return Made(Fixed(100), Fixed(4), prefix)
 
 
-def _outcome(figures: Figures, **more: Any) -> Outcome:
+def _outcome(figures: Figures, *, prefix: int = 0, **more: Any) -> Outcome:
     return Outcome(
-        Step(at_once=1), figures, Figures(), Window(None, None, None, None, 0, 0), Verdict("unknown", ()), (), {}, 1, 1.0, None, 0.1
+        Step(_work(prefix), at_once=1), figures, Figures(), Window(None, None, None, None, 0, 0), Verdict("unknown", ()), (), {}, 1, 1.0, None, 0.1
     ).replace(**more)  # fmt: skip
 
 
 def _said(figures: Figures, engine: str = "vllm", **more: Any) -> str:
-    return "\n".join(remarks(_plan(), _outcome(figures, **more), engine))
+    return "\n".join(remarks(_outcome(figures, **more), engine))
 
 
 def test_2_what_waits_for_the_client_is_said() -> None:
@@ -303,7 +305,7 @@ def test_17_and_18_counts_are_the_servers_and_its_difference_is_said(kvctl: Run)
         ran = kvctl("serve-test", engine.url, *QUICK, "--json")
     load = _load(ran)
     assert load["all"]["tokens"]["input"] == 12 * 50
-    assert "prompts of 40 tokens were asked for, and the server counts 50.0 on average (+25.0%)" in load["remarks"]
+    assert "prompts were made of 40 tokens on average, and the server counts 50 (+25.0%)" in load["remarks"]
     assert "the server counts 50" in ran.err
 
 
@@ -485,26 +487,26 @@ def test_31_finds_that_are_not_what_was_designed_fail(
     assert said in ran.err
 
 
-def _hits(cached: int, block: int | None = None) -> Outcome:
+def _hits(cached: int, block: int | None = None, prefix: int = 60) -> Outcome:
     figures = Figures()
     figures.add(_exchange(100, 110, tokens=2, cached=cached))
     info = {} if block is None else {"vllm:cache_config_info": {"block_size": str(block)}}
-    return _outcome(figures, samples=(Sample(0, {}, {}, info),))
+    return _outcome(figures, prefix=prefix, samples=(Sample(0, {}, {}, info),))
 
 
 def test_31_only_whole_blocks_are_found() -> None:
     """60 of 100 tokens begin alike; blocks of 16 hold 48 of them, and that is as designed. Of blocks of one 58 are, and 57 are not."""
-    plan, server = _plan(prefix_tokens=60), {"prompt_overhead_tokens": 8}
-    assert misses_design(plan, _hits(48, 16), server) is None
-    assert misses_design(plan, _hits(45, 16), server) == (
+    server = {"prompt_overhead_tokens": 8}
+    assert misses_design(_hits(48, 16), server) is None
+    assert misses_design(_hits(45, 16), server) == (
         "45.0% of input tokens were found in the server's cache, and 48.0% (whole blocks of 16) had been sent before"
     )
-    assert misses_design(plan, _hits(58), server) is None
-    assert misses_design(plan, _hits(57), server) is not None
-    assert misses_design(plan, _hits(48), server | {"facts": {"page_size": 16}}) is None
-    assert misses_design(plan, _hits(63), server) is not None
-    assert misses_design(_plan(), _hits(8), server) is None
-    assert misses_design(_plan(), _outcome(Figures()), server) is None  # no one says
+    assert misses_design(_hits(58), server) is None
+    assert misses_design(_hits(57), server) is not None
+    assert misses_design(_hits(48), server | {"facts": {"page_size": 16}}) is None
+    assert misses_design(_hits(63), server) is not None
+    assert misses_design(_hits(8, prefix=0), server) is None
+    assert misses_design(_outcome(Figures()), server) is None  # no one says
 
 
 def test_32_only_what_the_run_itself_found_counts(kvctl: Run) -> None:
@@ -563,7 +565,7 @@ def test_37_what_preemptions_cost_by_time() -> None:
     # 1.0 to 2.0 s: 17 events, the first 20 ms after the one before; 16 gaps of 60. The others 20, but for one of 40 behind the second.
     assert hit == pytest.approx((20 + 16 * 60) / 17 / 1000, rel=0.01)
     assert rest == pytest.approx(0.020, rel=0.05)
-    assert "(+1" in "\n".join(remarks(_plan(), _preempting(), "vllm"))
+    assert "(+1" in "\n".join(remarks(_preempting(), "vllm"))
     assert cost(Slices(), lambda first, last: True) is None
     assert preemption_cost(_preempting().replace(samples=())) is None
 

@@ -184,7 +184,7 @@ def put(job: Job, keep: Keep, tick: Callable[[Seen], None], start: Callable[[], 
             raise KvctlError(f"{plan.place.root}: {str(error).lower()}") from None
         finally:
             loop.close()
-    if given_up is None and not interrupted and job.of == 1:
+    if given_up is None and not interrupted and figures.good and job.of == 1:
         given_up = _too_many(figures, plan.most_errors, 1)
     return Driven(
         figures, steady, source.began, source.stopped or time.monotonic_ns(), source.number, source.retried, making.cut, cpu, given_up,
@@ -200,7 +200,7 @@ def joined(parts: Sequence[Driven], most_errors: float) -> Driven:
         steady.join(one.steady)
     given_up = next((one.given_up for one in parts if one.given_up is not None), None)
     interrupted = any(one.interrupted for one in parts)
-    if given_up is None and not interrupted:
+    if given_up is None and not interrupted and figures.good:
         given_up = _too_many(figures, most_errors, 1)
     return Driven(
         figures, steady, max(one.began for one in parts), min(one.stopped for one in parts), sum(one.sent for one in parts),
