@@ -529,6 +529,17 @@ def test_questions_end(script: Sequence[Act], monkeypatch: pytest.MonkeyPatch) -
     assert time.monotonic() - start < 3
 
 
+def test_what_a_server_can_do_without_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists its models, and says nothing at all to any other question: a server without metrics, of no known version."""
+    from kvctl.loadtest import target
+
+    monkeypatch.setattr(target, "_SECONDS", 0.2)
+    listed = _reply(b'{"data":[{"id":"m","owned_by":"vllm","max_model_len":512}]}')
+    with _hostile(lambda path: [send(listed)] if path == b"/v1/models" else [wait(2)]) as url:
+        found = target.look(target.Client(target.read_url(url), target.Trust(), {}))
+    assert (found.engine, found.version, found.models, found.context, found.metrics) == ("vllm", None, ("m",), 512, False)
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
