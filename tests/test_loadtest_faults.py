@@ -537,7 +537,13 @@ def test_what_a_server_can_do_without_may_hang(monkeypatch: pytest.MonkeyPatch) 
     listed = _reply(b'{"data":[{"id":"m","owned_by":"vllm","max_model_len":512}]}')
     with _hostile(lambda path: [send(listed)] if path == b"/v1/models" else [wait(2)]) as url:
         found = target.look(target.Client(target.read_url(url), target.Trust(), {}))
-    assert (found.engine, found.version, found.models, found.context, found.metrics) == ("vllm", None, ("m",), 512, False)
+    assert (found.engine, found.version, found.models, found.context, found.metrics) == (
+        "vllm",
+        None,
+        ("m",),
+        512,
+        False,
+    )
 
 
 @pytest.fixture(scope="module")
