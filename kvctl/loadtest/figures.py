@@ -220,7 +220,7 @@ class Figures:
         icl.extend(gaps, *([itl] if each else ()))
         counts = exchange.counts
         if not each and len(counts) == len(stamps):
-            for gap, before, after in zip(gaps, counts, counts[1:], strict=True):
+            for gap, (before, after) in zip(gaps, pairwise(counts), strict=True):
                 if after > before:
                     itl.add(gap // (after - before), after - before)
 

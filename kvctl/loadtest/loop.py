@@ -56,11 +56,9 @@ class Patience(Record):
     connect: float = 10.0
     silence: float = 300.0
     """For the next byte of an answer."""
-
-    @property
-    def whole(self) -> float:
-        """For all of an answer, however lively: comments that keep a connection alive may come for ever."""
-        return 12 * self.silence
+    whole: float = 3600.0
+    """For all of an answer, however lively, or as long as `silence` if that is more: comments that keep a connection alive may come
+    for ever."""
 
 
 class Source(Protocol):
@@ -479,6 +477,7 @@ class Loop:
         source.ended(exchange)
 
     def _late(self, now: int, source: Source) -> None:
+        whole = max(self.patience.whole, self.patience.silence)
         for connection in list(self.busy):
             exchange = connection.exchange
             assert exchange is not None
@@ -486,8 +485,8 @@ class Loop:
             if now - connection.last > waits * 1e9:
                 what = "no byte of the answer" if connection.ready else "no connection"
                 self._over(connection, exchange, now, Fault("timeout", f"{what} for {waits:g} s"), source)
-            elif now - connection.given > self.patience.whole * 1e9:
-                words = f"the answer is not complete after {self.patience.whole:,.0f} s"
+            elif now - connection.given > whole * 1e9:
+                words = f"the answer is not complete after {whole:,g} s"
                 self._over(connection, exchange, now, Fault("timeout", words), source)
 
     def _break_off(self, source: Source) -> None:

@@ -40,8 +40,8 @@ def remarks(one: Outcome, engine: str) -> Iterator[str]:
         yield f"{watched.misses:,} of {plural(watched.looks, 'look')} at the server's metrics gave nothing: {watched.why}"
     wait = figures.rejected_wait
     if wait.count:
-        yield (f"{plural(wait.count, 'request')} turned away with Retry-After, {format_seconds(wait.percentile(50).value / 1e9)} in the median: "
-               "requests that come by a clock or an answer do not wait for that")  # fmt: skip
+        median = format_seconds(wait.percentile(50).value / 1e9)
+        yield f"{plural(wait.count, 'request')} turned away with Retry-After: {median} in the median"
 
 
 def _late(one: Outcome) -> Iterator[str]:

@@ -10,7 +10,7 @@ from kvctl import __version__
 from kvctl.loadtest import metrics, remarks
 from kvctl.loadtest.calibrate import Calibration
 from kvctl.loadtest.capacity import Capacity
-from kvctl.loadtest.figures import DEFINITIONS, RATES
+from kvctl.loadtest.figures import DEFINITIONS, RATES, TIMES
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.plan import Plan
 from kvctl.loadtest.run import Outcome, Session
@@ -109,7 +109,7 @@ def load_of(one: Outcome) -> dict[str, Any]:
     first = one.samples[0].at if one.samples else 0
     return {
         "step": one.step.to_dict(), "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
-        "all": one.figures.to_dict(), "steady": one.steady.to_dict() | ({"times": {}} if one.refused else {}), "steady_refused": one.refused,
+        "all": one.figures.to_dict(), "steady": one.steady.to_dict() | ({"times": dict.fromkeys(TIMES)} if one.refused else {}), "steady_refused": one.refused,
         "verdict": {"kind": one.verdict.kind, "evidence": list(one.verdict.evidence)},
         "metrics": {
             "looks": seen.looks, "kv_use_max": seen.kv_use, "waiting_max": seen.waiting, "running_max": seen.running,

@@ -194,6 +194,13 @@ class Client:
         """
         return self._asked("GET", path, None)
 
+    def there(self, path: str) -> Answer | None:
+        """None, too, where nothing comes: of what a server may do without."""
+        try:
+            return self.get(path)
+        except KvctlError:
+            return None
+
     def post(self, path: str, body: Mapping[str, Any]) -> Answer | None:
         """The same with a body in JSON."""
         return self._asked("POST", path, body)
@@ -254,8 +261,8 @@ class Client:
             return Answer(found.status_code, headers, bytes(content))
 
     def object(self, path: str) -> dict[str, Any]:
-        """A JSON object, or an empty one."""
-        found = self.get(path)
+        """A JSON object, or an empty one, where there is none to be had."""
+        found = self.there(path)
         if found is None or found.status_code != 200:
             return {}
         try:
@@ -298,7 +305,7 @@ def look(client: Client) -> Server:
     server = listed.headers.get("server", "").lower() if listed is not None else ""
     found = _named(client, owners, server) or Server("unknown", None, (), None)
     own = next((limit for entry in found_models if (limit := _count(entry.get("max_model_len"))) is not None), None)
-    metrics = client.get("/metrics")
+    metrics = client.there("/metrics")
     page = metrics is not None and metrics.status_code == 200 and b"# TYPE" in metrics.content
     return found.replace(models=models or found.models, context=found.context or own, metrics=page)
 
