@@ -235,7 +235,8 @@ def capacity_lines(found: Capacity) -> list[str]:
             continue
         difference = found.difference(name)
         beside = "" if difference is None else ", the same" if abs(difference) < 0.005 else f", {difference:+.2f}%"
-        parts.append(f"{words}: {_count(declared)} declared, {_count(predicted)} predicted{beside}")
+        rounded = f" ± {found.declared.bytes_within:,}" if name == "bytes" and found.declared.bytes_within else ""
+        parts.append(f"{words}: {_count(declared)}{rounded} declared, {_count(predicted)} predicted{beside}")
     if not parts:
         return [f"KV cache: not available; {'; '.join(found.notes)}" if found.notes else "KV cache: not available"]
     out = ["KV cache: " + "; ".join(parts)]

@@ -510,6 +510,9 @@ def test_with_the_log_of_a_server(kvctl: Run, gguf: Path, bin_: Path) -> None:
         )
         assert told["difference_percent"]["bytes"] == 0
         assert told["settings"] == ["settings as its log says"]
+        table = kvctl("serve-test", url, "--server-log", str(log), *QUICK, "--format", "md").out
+        # 33.75 MiB, as the log prints the buffer, to half of a hundredth.
+        assert "bytes: 35,389,440 ± 5,243 declared, 35,389,440 predicted, the same" in table
     outcome = kvctl("serve-test", "http://127.0.0.1:9", "--server-log", "/no/such.log")
     assert outcome.code == 1
     assert "/no/such.log" in outcome.err

@@ -202,7 +202,7 @@ def _of_llama_cpp(server: Server, log: StartLog | None) -> tuple[Side, list[str]
     buffers = (*log.all("kv_buffer"), *log.all("state_buffer")) if log is not None else ()
     total = sum(part.value for part in buffers)
     # One for each device, rounded less often than keys and values; a pass that looks whether it fits may have printed them before.
-    if buffers and (size_ is None or abs(total - size_) <= within):
+    if buffers and (size_ is None or abs(total - size_) <= within + 1):  # of which one is whole bytes
         size_, within = round(total), sum(part.half for part in buffers)
     if size_ is not None:
         by.append("its log")
