@@ -52,7 +52,8 @@ def _served(
             time.sleep(0.5)
         yield f"127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the failure says why
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

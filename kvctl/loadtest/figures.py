@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from operator import sub
 from typing import Any
 
 from kvctl.loadtest.exchange import Exchange
@@ -159,14 +160,10 @@ class Figures:
 
     def _gaps(self, exchange: Exchange, tokens: int) -> None:
         stamps = exchange.stamps
-        icl, itl = self.times["icl"], self.times["itl"]
-        each = tokens <= _ONE_EACH * len(stamps)
-        before = stamps[0]
-        for stamp in stamps[1:]:
-            icl.add(stamp - before)
-            if each:
-                itl.add(stamp - before)
-            before = stamp
+        gaps = [*map(sub, stamps[1:], stamps)]
+        self.times["icl"].add_all(gaps)
+        if tokens <= _ONE_EACH * len(stamps):
+            self.times["itl"].add_all(gaps)
 
     @property
     def count(self) -> int:

@@ -1,14 +1,18 @@
-"""Durations in bounded memory: counts by size, to one part in a thousand, whatever their number."""
+"""Durations in bounded memory: exact while they are few, then by counts of sizes, to one part in a thousand, whatever their number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import mul
 
 from kvctl.record import Record
 
 _BITS = 10
-"""Of a value, those that are kept: buckets are a thousandth of their values wide at most."""
+"""Of a value, those that are kept: the middle of a bucket is within a thousandth of each of its values."""
+_FEW = 1 << 17
+"""Values that are kept as they are, too: a megabyte."""
 _Z95 = 1.959963984540054
 
 
@@ -25,33 +29,49 @@ class Percentile(Record):
 class Histogram:
     """Whole numbers from 0 on; `add` them, ask for percentiles."""
 
-    __slots__ = ("_counts", "count", "largest", "smallest", "squares", "total")
+    __slots__ = ("_counts", "_values", "count", "largest", "smallest", "squares", "total")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
         self._counts: dict[int, int] = {}
+        self._values: array[int] | None = array("q")
+        """All of them; None once they are too many."""
         self.count = self.total = self.squares = self.largest = 0
         self.smallest: int | None = None
-        for value in values:
-            self.add(value)
+        self.add_all([*values])
 
     def add(self, value: int) -> None:
         """One more; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
-        value = max(value, 0)
-        shift = value.bit_length() - _BITS
-        key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self.count += 1
-        self.total += value
-        self.squares += value * value
-        if value > self.largest:
-            self.largest = value
-        if self.smallest is None or value < self.smallest:
-            self.smallest = value
+        self.add_all((value,))
+
+    def add_all(self, values: Sequence[int]) -> None:
+        """The same of several: the gaps of a stream are by far the most that is added, between one read and the next."""
+        if not values:
+            return
+        least = min(values)
+        if least < 0:
+            values, least = [max(value, 0) for value in values], 0
+        counts = self._counts
+        for value in values:
+            shift = value.bit_length() - _BITS
+            key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
+            counts[key] = counts.get(key, 0) + 1
+        if self._values is not None:
+            self._values.extend(values)
+            if len(self._values) > _FEW:
+                self._values = None
+        self.count += len(values)
+        self.total += sum(values)
+        self.squares += sum(map(mul, values, values))
+        self.largest = max(self.largest, max(values))
+        self.smallest = least if self.smallest is None else min(self.smallest, least)
 
     def join(self, other: Histogram) -> None:
         """Add all of another."""
         for key, count in other._counts.items():
             self._counts[key] = self._counts.get(key, 0) + count
+        if self._values is not None:
+            both = None if other._values is None else self._values + other._values
+            self._values = both if both is not None and len(both) <= _FEW else None
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
@@ -98,11 +118,12 @@ class Histogram:
         return Percentile(of, known[rank], known.get(low), known.get(high))
 
     def share_within(self, value: int) -> float:
-        """Of 1, those that are no more than `value`, to a bucket's width."""
+        """Of 1, those that are no more than `value`; of many, to a bucket's width."""
         if not self.count:
             raise ValueError("a share of nothing")
-        shift = value.bit_length() - _BITS
-        limit = value if shift <= 0 else (shift << _BITS) + (value >> shift)
+        if self._values is not None:
+            return sum(one <= value for one in self._values) / self.count
+        limit = _key(value)
         return sum(count for key, count in self._counts.items() if key <= limit) / self.count
 
     def rows(self) -> list[tuple[float, int]]:
@@ -111,6 +132,9 @@ class Histogram:
 
     def _at(self, ranks: list[int]) -> list[float]:
         """Values at ranks, which are in order."""
+        if self._values is not None:
+            ordered = sorted(self._values)
+            return [float(ordered[rank - 1]) for rank in ranks]
         out: list[float] = []
         seen = 0
         for key in sorted(self._counts):
@@ -128,3 +152,9 @@ class Histogram:
         low = (key - (shift << _BITS)) << shift
         value = low + ((1 << shift) - 1) / 2
         return float(min(max(value, self.smallest or 0), self.largest))
+
+
+def _key(value: int) -> int:
+    """The bucket of a value: its highest bits, and how many others it has."""
+    shift = value.bit_length() - _BITS
+    return value if shift <= 0 else (shift << _BITS) + (value >> shift)

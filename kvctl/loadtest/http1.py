@@ -7,6 +7,8 @@ without a length) and refuses what could be read in two ways.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 _HEAD = 256 * 1024
 """Bytes of a status line with its headers, at most."""
 _LINE = 16 * 1024
@@ -20,7 +22,7 @@ class ProtocolError(Exception):
 class Response:
     """A response to a request with a body or without (not to HEAD); `feed` it until `done`."""
 
-    __slots__ = ("_buffer", "_left", "_read", "_trailers", "done", "headers", "keeps", "status")
+    __slots__ = ("_at", "_buffer", "_left", "_read", "_trailers", "done", "headers", "keeps", "status")
 
     def __init__(self) -> None:
         self.status = 0
@@ -31,6 +33,8 @@ class Response:
         self.keeps = False
         """Whether the connection can be used again."""
         self._buffer = b""
+        self._at = 0
+        """Where the rest of the buffer begins: it is cut once for all that came together, not at every line."""
         self._left = 0
         self._trailers = 0
         self._read = self._head
@@ -53,6 +57,7 @@ class Response:
         self._buffer += data
         while not self.done and self._read(out):
             pass
+        self._buffer, self._at = self._buffer[self._at :], 0
         if self.done and self._buffer:
             raise ProtocolError(f"{len(self._buffer)} bytes come after the end of the response")
         return out
@@ -66,7 +71,7 @@ class Response:
     # Each step takes what it can of the buffer and says whether another can go on.
 
     def _head(self, out: list[bytes]) -> bool:
-        buffer = self._buffer
+        buffer = self._rest()
         end, after = _head_end(buffer)
         if end < 0:
             if len(buffer) > _HEAD:
@@ -74,7 +79,7 @@ class Response:
             if buffer and not b"HTTP/1.".startswith(buffer[:7]):
                 raise ProtocolError(f"it does not answer in HTTP/1.1: {_shown(buffer)}")
             return False
-        self._buffer = buffer[after:]
+        self._at += after
         lines = buffer[:end].replace(b"\r\n", b"\n").split(b"\n")
         status = _status(lines[0])
         if 100 <= status < 200 and status != 101:
@@ -108,21 +113,20 @@ class Response:
             self._read = self._until_close
 
     def _of_length(self, out: list[bytes]) -> bool:
-        part = self._buffer[: self._left]
-        self._buffer = self._buffer[self._left :]
-        self._left -= len(part)
+        part = self._take()
         self.done = self._left == 0
         if part:
             out.append(part)
         return False
 
     def _until_close(self, out: list[bytes]) -> bool:
-        if self._buffer:
-            out.append(self._buffer)
-            self._buffer = b""
+        if part := self._rest():
+            out.append(part)
+            self._at = len(self._buffer)
         return False
 
     def _size(self, out: list[bytes]) -> bool:
+        self._whole(out)
         line = self._line()
         if line is None:
             return False
@@ -133,10 +137,20 @@ class Response:
         self._read = self._chunk if size else self._trailer
         return True
 
+    def _whole(self, out: list[bytes]) -> None:
+        """Chunks that are there from end to end, as they are in a flood; what is unusual in any way is left to the other steps."""
+        buffer, at = self._buffer, self._at
+        while (end := buffer.find(b"\r\n", at, at + 10)) > 0:
+            size = _hex(buffer[at:end])
+            after = end + 2 + (size or 0)
+            if not size or buffer[after : after + 2] != b"\r\n":
+                break
+            out.append(buffer[end + 2 : after])
+            at = after + 2
+        self._at = at
+
     def _chunk(self, out: list[bytes]) -> bool:
-        part = self._buffer[: self._left]
-        self._buffer = self._buffer[self._left :]
-        self._left -= len(part)
+        part = self._take()
         if part:
             out.append(part)
         if self._left:
@@ -145,15 +159,15 @@ class Response:
         return True
 
     def _chunk_end(self, out: list[bytes]) -> bool:
-        buffer = self._buffer
-        if buffer.startswith(b"\n"):
-            self._buffer = buffer[1:]
-        elif buffer.startswith(b"\r\n"):
-            self._buffer = buffer[2:]
-        elif buffer in (b"", b"\r"):
+        end = self._buffer[self._at : self._at + 2]
+        if end.startswith(b"\n"):
+            self._at += 1
+        elif end == b"\r\n":
+            self._at += 2
+        elif end in (b"", b"\r"):
             return False
         else:
-            raise ProtocolError(f"a chunk is longer than it says: {_shown(buffer)}")
+            raise ProtocolError(f"a chunk is longer than it says: {_shown(self._rest())}")
         self._read = self._size
         return True
 
@@ -169,13 +183,25 @@ class Response:
 
     def _line(self) -> bytes | None:
         """The next line without its end; None where it is not there yet."""
-        end = self._buffer.find(b"\n")
+        end = self._buffer.find(b"\n", self._at)
         if end < 0:
-            if len(self._buffer) > _LINE:
-                raise ProtocolError(f"no size of a chunk is so long: {_shown(self._buffer)}")
+            if len(self._buffer) - self._at > _LINE:
+                raise ProtocolError(f"no size of a chunk is so long: {_shown(self._rest())}")
             return None
-        line, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
+        line = self._buffer[self._at : end]
+        self._at = end + 1
         return line.removesuffix(b"\r")
+
+    def _rest(self) -> bytes:
+        """What has not been read."""
+        return self._buffer[self._at :]
+
+    def _take(self) -> bytes:
+        """Of what is left of the body or of a chunk, as much as there is."""
+        part = self._buffer[self._at : self._at + self._left]
+        self._at += len(part)
+        self._left -= len(part)
+        return part
 
 
 def _head_end(buffer: bytes) -> tuple[int, int]:
@@ -215,6 +241,7 @@ def _length(text: str) -> int:
 _DIGITS = frozenset(b"0123456789abcdefABCDEF")
 
 
+@lru_cache(4096)  # chunks of a stream are much alike
 def _hex(text: bytes) -> int | None:
     """None for what is no hexadecimal number of at most 15 digits."""
     if not 0 < len(text) < 16 or not _DIGITS.issuperset(text):
