@@ -26,6 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,18 @@ def version(name: str, program: str) -> str:
 @contextlib.contextmanager
 def served(ttft: float, itl: float) -> Iterator[int]:
     """A server of this cadence; its port."""
-    argv = [sys.executable, "-P", "-m", "kvctl.loadtest.fake", "--ttft", str(ttft), "--itl", str(itl), "--tokens", str(TOKENS)]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvctl.loadtest.fake",
+        "--ttft",
+        str(ttft),
+        "--itl",
+        str(itl),
+        "--tokens",
+        str(TOKENS),
+    ]
     started = subprocess.Popen(argv, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         assert started.stdout is not None
@@ -168,7 +180,7 @@ class Truth:
         kept = sorted(told)[-counted:]
         self.answers = len(told)
         self.ttft = statistics.median(written[0] - came for came, _, written in kept) / 1e6
-        between = [[b - a for a, b in zip(written, written[1:], strict=False)] for _, _, written in kept]
+        between = [[b - a for a, b in pairwise(written)] for _, _, written in kept]
         each = [gap for one in between for gap in one] if gaps else [statistics.fmean(one) for one in between]
         self.itl = statistics.median(each) / 1e6
         seconds = (max(written[-1] for _, _, written in kept) - kept[0][0]) / 1e9
@@ -200,13 +212,21 @@ def ceiling(at_once: int, count: int, tokens: int) -> float:
 # -- the comparison -----------------------------------------------------------------------------------------
 
 
-def measure(name: str, program: str, at_once: int, requests: int, tokens: int, tokenizer: str, *, flood: bool) -> dict[str, Any]:
+def measure(
+    name: str, program: str, at_once: int, requests: int, tokens: int, tokenizer: str, *, flood: bool
+) -> dict[str, Any]:
     """One run of one client."""
     client = CLIENTS[name]
     cadence = (0.0, 0.0) if flood else (TTFT, ITL)
     with served(*cadence) as port, tempfile.TemporaryDirectory() as folder:
         load = Load(f"http://127.0.0.1:{port}", at_once, requests, tokens, tokenizer, Path(folder))
-        out: dict[str, Any] = {"client": name, "at_once": at_once, "requests": requests, "flood": flood, "load_average": os.getloadavg()[0]}
+        out: dict[str, Any] = {
+            "client": name,
+            "at_once": at_once,
+            "requests": requests,
+            "flood": flood,
+            "load_average": os.getloadavg()[0],
+        }
         with tempfile.TemporaryFile("w+") as errors:
             began = time.monotonic()
             try:
@@ -225,7 +245,9 @@ def measure(name: str, program: str, at_once: int, requests: int, tokens: int, t
     }  # fmt: skip
 
 
-def compare(programs: Mapping[str, str], at_once: Sequence[int], rounds: int, tokenizer: str, *, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def compare(
+    programs: Mapping[str, str], at_once: Sequence[int], rounds: int, tokenizer: str, *, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Every client in turn, at every number of requests and in a flood, `rounds` times."""
     runs = []
     most, count, tokens = FLOOD
@@ -257,7 +279,13 @@ def table(runs: Sequence[Mapping[str, Any]], at_once: Sequence[int]) -> str:
         return "–" if value is None else format(value, form)
 
     clients = list(dict.fromkeys(one["client"] for one in runs if one["client"] != CEILING))
-    head = ["client", *(f"TTFT error, {count} at once" for count in at_once), *(f"ITL error, {count}" for count in at_once), "completed", "tokens/s in a flood"]
+    head = [
+        "client",
+        *(f"TTFT error, {count} at once" for count in at_once),
+        *(f"ITL error, {count}" for count in at_once),
+        "completed",
+        "tokens/s in a flood",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" + "---:|" * (len(head) - 1)]
     for client in clients:
         own = [one for one in runs if one["client"] == client]
@@ -265,7 +293,13 @@ def table(runs: Sequence[Mapping[str, Any]], at_once: Sequence[int]) -> str:
         cells = [client, *(cell(client, count, "ttft_error_ms", ".3f") for count in at_once),
                  *(cell(client, count, "itl_error_ms", ".4f") for count in at_once), done, cell(client, None, "tokens_per_second", ",.0f")]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"Errors of medians in milliseconds. The server alone gives {cell(CEILING, None, 'tokens_per_second', ',.0f')} tokens a second in a flood."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Errors of medians in milliseconds. The server alone gives {cell(CEILING, None, 'tokens_per_second', ',.0f')} tokens a second in a flood.",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -278,7 +312,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="every run")
     given = parser.parse_args(argv)
     programs = {"kvctl serve-test": sys.executable}
-    programs |= {name: path for name, path in (("vllm bench serve", given.vllm), ("guidellm", given.guidellm), ("aiperf", given.aiperf)) if path}
+    programs |= {
+        name: path
+        for name, path in (("vllm bench serve", given.vllm), ("guidellm", given.guidellm), ("aiperf", given.aiperf))
+        if path
+    }
     if len(programs) > 1 and not given.tokenizer:
         parser.error("--tokenizer: a folder is needed")
     at_once = [int(count) for count in given.at_once.split(",")]
@@ -286,7 +324,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     programs = {name: os.path.abspath(path) for name, path in programs.items()}
     versions = {name: version(name, program) for name, program in programs.items()}
     tokenizer = os.path.abspath(given.tokenizer)
-    runs = compare(programs, at_once, given.rounds, tokenizer, say=lambda text: print(text, file=sys.stderr, flush=True))
+    runs = compare(
+        programs, at_once, given.rounds, tokenizer, say=lambda text: print(text, file=sys.stderr, flush=True)
+    )
     loads = [one["load_average"] for one in runs if "load_average" in one]
     about = {
         "began": began, "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": given.rounds,

@@ -161,9 +161,8 @@ class Figures:
     def _gaps(self, exchange: Exchange, tokens: int) -> None:
         stamps = exchange.stamps
         gaps = [*map(sub, stamps[1:], stamps)]
-        self.times["icl"].add_all(gaps)
-        if tokens <= _ONE_EACH * len(stamps):
-            self.times["itl"].add_all(gaps)
+        each = tokens <= _ONE_EACH * len(stamps)
+        self.times["icl"].extend(gaps, *([self.times["itl"]] if each else ()))
 
     @property
     def count(self) -> int:

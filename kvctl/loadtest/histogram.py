@@ -37,41 +37,59 @@ class Histogram:
         """All of them; None once they are too many."""
         self.count = self.total = self.squares = self.largest = 0
         self.smallest: int | None = None
-        self.add_all([*values])
+        self.extend(list(values))
 
-    def add(self, value: int) -> None:
-        """One more; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
-        self.add_all((value,))
+    def add(self, value: int, times: int = 1) -> None:
+        """One more, or several; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
+        value = max(value, 0)
+        if self._values is not None:
+            self._keep((value,) * times if times + len(self._values) <= _FEW else None)
+        shift = value.bit_length() - _BITS
+        key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
+        self._counts[key] = self._counts.get(key, 0) + times
+        self.count += times
+        self.total += value * times
+        self.squares += value * value * times
+        if value > self.largest:
+            self.largest = value
+        if self.smallest is None or value < self.smallest:
+            self.smallest = value
 
-    def add_all(self, values: Sequence[int]) -> None:
-        """The same of several: the gaps of a stream are by far the most that is added, between one read and the next."""
+    def extend(self, values: Sequence[int], *others: Histogram) -> None:
+        """Several at once, to others too: an answer's gaps come while the next answers wait."""
         if not values:
             return
-        least = min(values)
-        if least < 0:
-            values, least = [max(value, 0) for value in values], 0
-        counts = self._counts
-        for value in values:
-            shift = value.bit_length() - _BITS
-            key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
-            counts[key] = counts.get(key, 0) + 1
-        if self._values is not None:
+        values = values if min(values) >= 0 else [max(value, 0) for value in values]
+        keys = [
+            value if (shift := value.bit_length() - _BITS) <= 0 else (shift << _BITS) + (value >> shift)
+            for value in values
+        ]
+        total, squares, least, most = sum(values), sum(map(mul, values, values)), min(values), max(values)
+        for one in (self, *others):
+            counts = one._counts
+            for key in keys:
+                counts[key] = counts.get(key, 0) + 1
+            one._keep(values)
+            one.count += len(keys)
+            one.total += total
+            one.squares += squares
+            one.largest = max(one.largest, most)
+            one.smallest = least if one.smallest is None else min(one.smallest, least)
+
+    def _keep(self, values: Sequence[int] | None) -> None:
+        """As they are, as long as they are few; None: others that are too many already."""
+        if self._values is None:
+            return
+        if values is None or len(self._values) + len(values) > _FEW:
+            self._values = None
+        else:
             self._values.extend(values)
-            if len(self._values) > _FEW:
-                self._values = None
-        self.count += len(values)
-        self.total += sum(values)
-        self.squares += sum(map(mul, values, values))
-        self.largest = max(self.largest, max(values))
-        self.smallest = least if self.smallest is None else min(self.smallest, least)
 
     def join(self, other: Histogram) -> None:
         """Add all of another."""
         for key, count in other._counts.items():
             self._counts[key] = self._counts.get(key, 0) + count
-        if self._values is not None:
-            both = None if other._values is None else self._values + other._values
-            self._values = both if both is not None and len(both) <= _FEW else None
+        self._keep(other._values)
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
@@ -123,7 +141,8 @@ class Histogram:
             raise ValueError("a share of nothing")
         if self._values is not None:
             return sum(one <= value for one in self._values) / self.count
-        limit = _key(value)
+        shift = value.bit_length() - _BITS
+        limit = value if shift <= 0 else (shift << _BITS) + (value >> shift)
         return sum(count for key, count in self._counts.items() if key <= limit) / self.count
 
     def rows(self) -> list[tuple[float, int]]:
@@ -152,9 +171,3 @@ class Histogram:
         low = (key - (shift << _BITS)) << shift
         value = low + ((1 << shift) - 1) / 2
         return float(min(max(value, self.smallest or 0), self.largest))
-
-
-def _key(value: int) -> int:
-    """The bucket of a value: its highest bits, and how many others it has."""
-    shift = value.bit_length() - _BITS
-    return value if shift <= 0 else (shift << _BITS) + (value >> shift)
