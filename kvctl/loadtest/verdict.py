@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvctl.loadtest.figures import Figures
-from kvctl.loadtest.metrics import Sample, growth
+from kvctl.loadtest.metrics import COUNTERS, Sample, growth
 from kvctl.record import Record
 
 FULL = 0.95
@@ -54,9 +54,10 @@ def window(samples: Sequence[Sample], first: int, last: int) -> Window:
     def most(name: str) -> float | None:
         return max((sample.values[name] for sample in inside or around if name in sample.values), default=None)
 
+    resets = max((grown.resets for name in COUNTERS if (grown := growth(around, name)) is not None), default=0)
     found = growth(around, "preemptions")
     return Window(most("kv_use"), most("waiting"), most("running"), None if found is None else found.value,
-                  0 if found is None else found.resets, len(inside))  # fmt: skip
+                  resets, len(inside))  # fmt: skip
 
 
 def beyond(found: Verdict, rate: float | None, ceiling: float | None) -> Verdict:
