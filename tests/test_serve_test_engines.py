@@ -73,7 +73,8 @@ def _llama_cpp(*more: str) -> tuple[list[str], int]:
     if found is None or gguf is None:
         pytest.skip("KVCTL_LLAMA_CPP and KVCTL_SMOLLM2_GGUF name no server and model")
     port = _free()
-    own = ("--host", "127.0.0.1", "--port", str(port), "--metrics", "--slots", "--props")
+    # Threads wait for one another at every step: on a machine that is busy with other tests, several are slower than one.
+    own = ("--host", "127.0.0.1", "--port", str(port), "--metrics", "--slots", "--props", "-t", "1")
     return [found, "-m", gguf, *own, *more], port
 
 
@@ -145,24 +146,10 @@ def _ending(argv: Sequence[str], port: int, log: Path, after: float, *, again: b
 def test_a_restart_in_the_middle_shows(kvctl: Run, tmp_path: Path) -> None:
     """Requests by a clock, so that they go on while nothing listens; the new server counts from 0."""
     argv, port = _llama_cpp("-c", "2048", "-np", "4")
-    asked = (
-        "-i",
-        "60",
-        "-o",
-        "8",
-        "--rate",
-        "3",
-        "-d",
-        "24s",
-        "--max-error-rate",
-        "100",
-        "--endpoint",
-        "completions",
-        "--log",
-        str(tmp_path / "log"),
-    )
+    words = "-i 40 -o 4 --rate 1 -d 24s --warmup 2 --max-error-rate 100 --endpoint completions"
+    asked = (*words.split(), "--log", str(tmp_path / "log"))
     with contextlib.contextmanager(_ending)(argv, port, tmp_path / "log.llama", 6, again=True) as url:
-        outcome = kvctl("serve-test", url, *asked, "--json", "--timeout", "20s")
+        outcome = kvctl("serve-test", url, *asked, "--json")
     assert outcome.code == 0, outcome.err
     (load,) = outcome.json["loads"]
     requests = load["all"]["requests"]
@@ -173,7 +160,7 @@ def test_a_restart_in_the_middle_shows(kvctl: Run, tmp_path: Path) -> None:
     assert requests["good"] == sum(line["fault"] is None for line in measured) > 0
     assert set(requests["failed"]) <= {"refused", "reset", "truncated", "rejected", "timeout"}
     assert sum(requests["failed"].values()) > 0
-    assert all(line["output_tokens"] == 8 for line in measured if line["fault"] is None)
+    assert all(line["output_tokens"] == 4 for line in measured if line["fault"] is None)
     # Some were answered after the restart, behind a failure.
     faults = [line["fault"] for line in sorted(measured, key=lambda line: line["number"])]
     assert faults[-1] is None
