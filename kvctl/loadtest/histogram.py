@@ -1,15 +1,18 @@
-"""Durations in bounded memory: counts by size, to one part in a thousand, whatever their number."""
+"""Durations in bounded memory: exact while they are few, then by counts of sizes, to one part in a thousand, whatever their number."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from operator import mul
 
 from kvctl.record import Record
 
 _BITS = 10
-"""Of a value, those that are kept: buckets are a thousandth of their values wide at most."""
+"""Of a value, those that are kept: the middle of a bucket is within a thousandth of each of its values."""
+_FEW = 1 << 17
+"""Values that are kept as they are, too: a megabyte."""
 _Z95 = 1.959963984540054
 
 
@@ -26,10 +29,12 @@ class Percentile(Record):
 class Histogram:
     """Whole numbers from 0 on; `add` them, ask for percentiles."""
 
-    __slots__ = ("_counts", "count", "largest", "smallest", "squares", "total")
+    __slots__ = ("_counts", "_values", "count", "largest", "smallest", "squares", "total")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
         self._counts: dict[int, int] = {}
+        self._values: array[int] | None = array("q")
+        """All of them; None once they are too many."""
         self.count = self.total = self.squares = self.largest = 0
         self.smallest: int | None = None
         self.extend(list(values))
@@ -37,6 +42,8 @@ class Histogram:
     def add(self, value: int, times: int = 1) -> None:
         """One more, or several; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
         value = max(value, 0)
+        if self._values is not None:
+            self._keep((value,) * times if times + len(self._values) <= _FEW else None)
         shift = value.bit_length() - _BITS
         key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
         self._counts[key] = self._counts.get(key, 0) + times
@@ -62,16 +69,27 @@ class Histogram:
             counts = one._counts
             for key in keys:
                 counts[key] = counts.get(key, 0) + 1
+            one._keep(values)
             one.count += len(keys)
             one.total += total
             one.squares += squares
             one.largest = max(one.largest, most)
             one.smallest = least if one.smallest is None else min(one.smallest, least)
 
+    def _keep(self, values: Sequence[int] | None) -> None:
+        """As they are, as long as they are few; None: others that are too many already."""
+        if self._values is None:
+            return
+        if values is None or len(self._values) + len(values) > _FEW:
+            self._values = None
+        else:
+            self._values.extend(values)
+
     def join(self, other: Histogram) -> None:
         """Add all of another."""
         for key, count in other._counts.items():
             self._counts[key] = self._counts.get(key, 0) + count
+        self._keep(other._values)
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
@@ -118,9 +136,11 @@ class Histogram:
         return Percentile(of, known[rank], known.get(low), known.get(high))
 
     def share_within(self, value: int) -> float:
-        """Of 1, those that are no more than `value`, to a bucket's width."""
+        """Of 1, those that are no more than `value`; of many, to a bucket's width."""
         if not self.count:
             raise ValueError("a share of nothing")
+        if self._values is not None:
+            return sum(one <= value for one in self._values) / self.count
         shift = value.bit_length() - _BITS
         limit = value if shift <= 0 else (shift << _BITS) + (value >> shift)
         return sum(count for key, count in self._counts.items() if key <= limit) / self.count
@@ -131,6 +151,9 @@ class Histogram:
 
     def _at(self, ranks: list[int]) -> list[float]:
         """Values at ranks, which are in order."""
+        if self._values is not None:
+            ordered = sorted(self._values)
+            return [float(ordered[rank - 1]) for rank in ranks]
         out: list[float] = []
         seen = 0
         for key in sorted(self._counts):
