@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from conftest import Outcome
 
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import Closed, Length
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.load import Ask, Closed, Length
+from kvctl.loadtest.loop import Loop
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_load_generators.py"
 
@@ -45,7 +46,7 @@ def _load(port: int, count: int, body: dict[str, Any], path: str = "/v1/chat/com
     data = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(sent), sent)
     done: list[Exchange] = []
     loop = Loop(Address(socket.AF_INET, "127.0.0.1", port, "127.0.0.1"))
-    loop.run(Closed(2, lambda number: data, Length(requests=count), done.append))
+    loop.run(Closed(2, lambda number: Ask(data), Length(requests=count), done.append))
     loop.close()
     assert all(one.good for one in done), [one.fault for one in done]
     return done
