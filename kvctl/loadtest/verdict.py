@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from kvctl.loadtest.figures import Figures
@@ -21,6 +22,10 @@ CEILING = 0.7
 """Share of what the client can take in from which on it, and not the server, may be what is seen."""
 _MORE, _GAIN = 1.5, 0.1
 """So many times the requests at once, and tokens a second have to grow by such a share, or the server is at its speed."""
+
+
+_NO_ROOM = re.compile(r"context size has been exceeded", re.IGNORECASE)
+"""What llama.cpp says to requests under way when slots that share cells have filled them (tools/server/server-context.cpp)."""
 
 
 class Verdict(Record):
@@ -86,6 +91,10 @@ def beside(found: Verdict, now: tuple[int, float], before: tuple[int, float] | N
 
 def verdict(figures: Figures, seen: Window, *, cpu: float, at_once: int | None) -> Verdict:
     """Of one load; `cpu` is the client's share of a core, `at_once` the number of requests that were kept under way."""
+    thrown = next((words for words in figures.words.get("server", ()) if _NO_ROOM.search(words)), None)
+    if thrown is not None:
+        used = () if seen.kv_use is None else (f"KV cache in use: {seen.kv_use:.0%} at most",)
+        return Verdict(KV, (f"{figures.faults['server']:,} of {figures.count:,} requests failed: {thrown}", *used))
     if not figures.good:
         return Verdict(FAILED, (f"none of {figures.count:,} requests was answered",))
     evidence = []
