@@ -538,7 +538,7 @@ def test_with_the_model_alone(kvctl: Run, folder: Path, bin_: Path) -> None:
         assert found["declared"]["tokens"] == 7298
         assert found["settings"] == ["the engine's default settings", "the server's own number of blocks"]
     with _elsewhere(bin_, "vllm", "serve", "HuggingFaceTB/SmolLM2-135M") as (url, _):
-        assert _held(kvctl, url)["predicted"]["requests"] == 68  # the catalogue has that name
+        assert _held(kvctl, url)["predicted"]["requests"] == 67  # the catalogue has that name
     assert kvctl("serve-test", url, "--size-model", "no-such-model-at-all").code == 1
 
 

@@ -20,7 +20,6 @@ SO_TIMESTAMPNS = 35
 READ = 64 * 1024
 """Bytes of a read, at most. Python makes room for as many at each, which from 128 KiB on (malloc's M_MMAP_THRESHOLD) is a mapping of its own:
 with 256 KiB the client took half as much time again, and at 512 streams one event in six came in one read with others."""
-"""Bytes that are read at once."""
 UNDER_WAY = (0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EINPROGRESS))
 """What a connection that is begun says."""
 _FILES = 64
