@@ -22,6 +22,10 @@ _TIMES = maybe(
             "min": number("The least."),
             "max": number("The most."),
             **{f"p{of_}": _PERCENTILE for of_ in (50, 90, 95, 99)},
+            "histogram": text(
+                "All of them: the nanoseconds at which each bucket begins, and after a star how many it holds, if more than one. "
+                "A bucket is 1/512 of its value wide at most; below 1,024 ns each value has its own."
+            ),
         },
     )
 )
@@ -54,6 +58,7 @@ FIGURES = obj(
         "seconds": number("From the first sending to the last event."),
         "per_second": of("object", "Requests, input, output and total tokens, and requests that keep the objective."),
         "times": of("object", "By the names of definitions.", additionalProperties=_TIMES),
+        "kept": whole("Good ones that keep the objective; all of them where there is none."),
         "events": whole("With output."),
         "events_bundled": whole("That came in one read with others before them, and share a stamp."),
         "without_kernel_stamps": whole("Good ones of which not all stamps are the kernel's."),
@@ -62,6 +67,7 @@ FIGURES = obj(
 LOAD = obj(
     "One load.",
     {
+        "name": text("In words, another for each load: 16 at once."),
         "step": obj(
             "What was sent.",
             {
@@ -69,6 +75,13 @@ LOAD = obj(
                 "rate": maybe(number("A second.")),
                 "burstiness": maybe(number("Of the gaps; null: even.")),
             },
+        ),
+        "began_seconds": maybe(
+            number("When its first measured request was due, on the clock of the run; null: there was none.")
+        ),
+        "events_by_second": obj(
+            "Events with output, whosever they are, in each second of the clock of the run.",
+            {"first": whole("The second of the first count."), "counts": listed("One a second.", whole("Events."))},
         ),
         "sent": whole("Requests, those of the warm-up among them."),
         "whole_seconds": number("From the first measured request to the end of sending."),
@@ -103,7 +116,10 @@ LOAD = obj(
                 "preemptions": maybe(number("Requests that lost their cache.")),
                 "resets": whole("Times that counters fell: the server was restarted."),
                 "counters": of("object", "How far counters went over the whole load, warm-up and all."),
-                "series": listed("Each look: seconds, and gauges.", {"type": "object"}),
+                "series": listed(
+                    "Each look: seconds on the clock of the run, gauges, and preemptions since the first look of the load.",
+                    {"type": "object"},
+                ),
             },
         ),
         "hit_rate": maybe(number("Cached over all input tokens, by usage; null where it does not say.")),

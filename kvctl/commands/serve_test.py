@@ -9,8 +9,24 @@ import typer
 
 from kvctl.options_shared import Format, Json, Quiet
 
+_OF_SAVED = (
+    "from_",
+    "save",
+    "compare",
+    "fail_on",
+    "report",
+    "prometheus",
+    "junit",
+    "explain",
+    "format_",
+    "json_",
+    "quiet",
+)
+"""Options that go with --from."""
+
 
 def serve_test(
+    context: typer.Context,
     url: Annotated[
         Optional[str],
         typer.Argument(
@@ -153,6 +169,55 @@ def serve_test(
         Optional[str],
         typer.Option("--log", metavar="FILE", help="Write a line of JSON for every request.", show_default=False),
     ] = None,
+    save: Annotated[
+        Optional[str], typer.Option("--save", metavar="FILE", help="Keep the result, as JSON.", show_default=False)
+    ] = None,
+    from_: Annotated[
+        Optional[str],
+        typer.Option("--from", metavar="FILE", help="Show a saved result in place of a run.", show_default=False),
+    ] = None,
+    compare: Annotated[
+        Optional[str],
+        typer.Option(
+            "--compare",
+            metavar="FILE",
+            help="Put a saved result before this one: what differs, and whether that is more than noise.",
+            show_default=False,
+        ),
+    ] = None,
+    fail_on: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--fail-on",
+            metavar="CHANGE",
+            help="Exit with status 3 where a figure is surely worse than before by more: ttft_p99:+5%, output_tokens:-5%. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    report: Annotated[
+        Optional[str],
+        typer.Option(
+            "--report", metavar="FILE", help="Write a web page with tables and plots: FILE.html.", show_default=False
+        ),
+    ] = None,
+    prometheus: Annotated[
+        Optional[str],
+        typer.Option(
+            "--prometheus",
+            metavar="FILE",
+            help="Write metrics for node_exporter's textfile collector: FILE.prom.",
+            show_default=False,
+        ),
+    ] = None,
+    junit: Annotated[
+        Optional[str],
+        typer.Option(
+            "--junit",
+            metavar="FILE",
+            help="Write JUnit's XML: a test for each load, objective and --fail-on.",
+            show_default=False,
+        ),
+    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -173,11 +238,13 @@ def serve_test(
       kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
       kvctl serve-test http://127.0.0.1:8000 -i 2k --shared-prefix 1k --groups 4 -c 8
       kvctl serve-test http://127.0.0.1:8000 --find-limit --slo tpot=50ms,p95
+      kvctl serve-test http://127.0.0.1:8000 -c 8 -n 600 --save today.json --compare main.json --fail-on ttft_p99:+5%
+      kvctl serve-test --from today.json --report today.html
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
     from kvctl import options, options_serve, output_profile, output_serve, signals
-    from kvctl.errors import ExitCode, UsageError
+    from kvctl.errors import UsageError
 
     form = options.read_output_format(format_, json_)
     if calibrate:
@@ -187,32 +254,49 @@ def serve_test(
 
         signals.heed()
         with output_profile.live(quiet=quiet) as progress:
-            found = own.calibrate(progress.now.say)
-        own.save(found)
-        output_serve.emit_calibration(found, form)
+            errors = own.calibrate(progress.now.say)
+        own.save(errors)
+        output_serve.emit_calibration(errors, form)
         return
-    if url is None:
-        raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
-    plan = options_serve.read_plan(
-        url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
-        burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
-        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
-        shared_prefix=shared_prefix, groups=groups, find_limit=find_limit,
-    )  # fmt: skip
-    signals.heed()
-    from kvctl.loadtest import tests
+    options_serve.check_files(
+        {"--save": save, "--report": report, "--prometheus": prometheus, "--junit": junit, "--log": log}
+    )
+    gates = options_serve.read_gates(fail_on or [], compare)
+    earlier = None if compare is None else options_serve.read_saved(compare, ())
+    if from_ is not None:
+        found = options_serve.read_saved(from_, options_serve.given(context, _OF_SAVED))
+    else:
+        if url is None:
+            raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
+        plan = options_serve.read_plan(
+            url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
+            burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
+            extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
+            shared_prefix=shared_prefix, groups=groups, find_limit=find_limit,
+        )  # fmt: skip
+        if earlier is not None and compare is not None:
+            from kvctl.loadtest.compare import check_plan
 
-    if dry_run:
-        output_serve.emit_serve(tests.planned(plan), form, quiet=quiet, explain=explain)
-        return
-    with output_profile.live(quiet=quiet) as progress, tests.Log(log) as kept:
-        report = tests.run(plan, progress.now, kept)
-    output_serve.emit_serve(report, form, quiet=quiet, explain=explain)
-    if report.interrupted:
+            check_plan(plan, earlier, compare, gates)
+        signals.heed()
+        from kvctl.loadtest import tests
+
+        if dry_run:
+            output_serve.emit_serve(tests.planned(plan), form, quiet=quiet, explain=explain)
+            return
+        with output_profile.live(quiet=quiet) as progress, tests.Log(log) as kept:
+            found = tests.run(plan, progress.now, kept)
+    comparison = None
+    if earlier is not None and compare is not None and found.outcomes:
+        from kvctl.loadtest.compare import compare as beside
+
+        comparison = beside(found, earlier, compare, gates)
+    output_serve.emit_serve(found, form, quiet=quiet, explain=explain, comparison=comparison)
+    output_serve.write_files(
+        found, comparison, explain=explain, save=save, page=report, prometheus=prometheus, junit=junit
+    )
+    if found.interrupted and from_ is None:
         raise KeyboardInterrupt
-    if report.failed:
-        output_profile.say_broken(report.failed)
-        raise SystemExit(ExitCode.FAILED)
-    if report.missed:
-        output_profile.say_broken(report.missed)
-        raise SystemExit(ExitCode.ANSWER_IS_NO)
+    for lines, code in output_serve.outcome(found, comparison):
+        output_profile.say_broken(lines)
+        raise SystemExit(code)

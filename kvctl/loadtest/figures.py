@@ -208,11 +208,12 @@ class Figures:
             "seconds": self.seconds,
             "per_second": self.rates(),
             "times": {name: _times(self.times[name]) for name in TIMES},
-            "events_bundled": self.bundled, "events": self.chunks, "without_kernel_stamps": self.user_stamps,
+            "kept": self.kept, "events_bundled": self.bundled, "events": self.chunks, "without_kernel_stamps": self.user_stamps,
         }  # fmt: skip
 
 
-_SHOWN = (50, 90, 95, 99)
+SHOWN = (50, 90, 95, 99)
+"""Percentiles that JSON has."""
 
 
 def _times(found: Histogram) -> dict[str, Any] | None:
@@ -222,8 +223,8 @@ def _times(found: Histogram) -> dict[str, Any] | None:
         "count": found.count, "mean": found.mean / SECOND, "standard_deviation": found.deviation / SECOND,
         "min": (found.smallest or 0) / SECOND, "max": found.largest / SECOND,
     }  # fmt: skip
-    for of in _SHOWN:
+    for of in SHOWN:
         at = found.percentile(of)
         bounds = [None if bound is None else bound / SECOND for bound in (at.low, at.high)]
         out[f"p{of}"] = {"value": at.value / SECOND, "low": bounds[0], "high": bounds[1]}
-    return out
+    return out | {"histogram": found.text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 
 from kvctl.record import Record
 
@@ -38,7 +39,7 @@ class Histogram:
         """One more; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
         value = max(value, 0)
         shift = value.bit_length() - _BITS
-        key = value if shift <= 0 else (shift << _BITS) + (value >> shift)
+        key = value if shift <= 0 else (shift << _BITS) + (value >> shift)  # as _key has it, without the call
         self._counts[key] = self._counts.get(key, 0) + 1
         self.count += 1
         self.total += value
@@ -90,9 +91,7 @@ class Histogram:
             raise ValueError("a percentile of nothing")
         share = of / 100
         rank = max(1, math.ceil(share * self.count))
-        # Ranks between which the quantile lies: how many of n are below it is binomial.
-        spread = _Z95 * math.sqrt(self.count * share * (1 - share))
-        low, high = math.floor(share * self.count - spread), math.ceil(share * self.count + spread) + 1
+        low, high = _ranks(share, self.count)
         ranks = sorted({one for one in (rank, low, high) if 1 <= one <= self.count})
         known = dict(zip(ranks, self._at(ranks), strict=True))
         return Percentile(of, known[rank], known.get(low), known.get(high))
@@ -101,13 +100,43 @@ class Histogram:
         """Of 1, those that are no more than `value`, to a bucket's width."""
         if not self.count:
             raise ValueError("a share of nothing")
-        shift = value.bit_length() - _BITS
-        limit = value if shift <= 0 else (shift << _BITS) + (value >> shift)
+        limit = _key(value)
         return sum(count for key, count in self._counts.items() if key <= limit) / self.count
 
     def rows(self) -> list[tuple[float, int]]:
         """Middles of buckets with their counts, in order: for plots."""
         return [(self._middle(key), self._counts[key]) for key in sorted(self._counts)]
+
+    @property
+    def text(self) -> str:
+        """All counts in one line: where each bucket begins, and after a star how many it holds, if more than one."""
+        return " ".join(
+            f"{_low(key)}" if (count := self._counts[key]) == 1 else f"{_low(key)}*{count}"
+            for key in sorted(self._counts)
+        )
+
+    @classmethod
+    def of_text(cls, text: str, mean: float, deviation: float, smallest: int, largest: int) -> Histogram:
+        """Of what `text` says, with what it does not: the same buckets, and the mean as exactly as it was written.
+
+        Raises:
+            ValueError: it is no such text, or the rest does not go with it.
+
+        """
+        found = cls()
+        for word in text.split():
+            value, _, count = word.partition("*")
+            if not value.isdecimal() or not (count or "1").isdecimal() or int(count or 1) < 1:
+                raise ValueError(f"{word[:40]!r} is no bucket")
+            key = _key(int(value))
+            found._counts[key] = found._counts.get(key, 0) + int(count or 1)
+        found.count = sum(found._counts.values())
+        if not found.count or _key(smallest) != min(found._counts) or _key(largest) != max(found._counts):
+            raise ValueError("the least and the most are not in its buckets")
+        found.smallest, found.largest = smallest, largest
+        found.total = round(mean * found.count)
+        found.squares = round((deviation**2 * (found.count - 1) * found.count + found.total**2) / found.count)
+        return found
 
     def _at(self, ranks: list[int]) -> list[float]:
         """Values at ranks, which are in order."""
@@ -122,9 +151,34 @@ class Histogram:
         return out
 
     def _middle(self, key: int) -> float:
-        shift = max((key >> _BITS), 0)
         if key < 1 << _BITS:
             return float(key)
-        low = (key - (shift << _BITS)) << shift
-        value = low + ((1 << shift) - 1) / 2
+        value = _low(key) + ((1 << (key >> _BITS)) - 1) / 2
         return float(min(max(value, self.smallest or 0), self.largest))
+
+
+def _ranks(share: float, count: int) -> tuple[int, int]:
+    """Between which a quantile lies with 95% confidence: how many of `count` are below it is binomial. They may be out of range."""
+    spread = _Z95 * math.sqrt(count * share * (1 - share))
+    return math.floor(share * count - spread), math.ceil(share * count + spread) + 1
+
+
+@cache
+def told_of(percent: float) -> int:
+    """The fewest values of which a percentile has both bounds."""
+    count = 1
+    while (ranks := _ranks(percent / 100, count))[0] < 1 or ranks[1] > count:
+        count += 1
+    return count
+
+
+def _key(value: int) -> int:
+    """Of the bucket that a value is in."""
+    shift = value.bit_length() - _BITS
+    return value if shift <= 0 else (shift << _BITS) + (value >> shift)
+
+
+def _low(key: int) -> int:
+    """The least value of a bucket."""
+    shift = key >> _BITS
+    return (key - (shift << _BITS)) << shift if shift else key

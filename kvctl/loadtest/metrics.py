@@ -153,6 +153,22 @@ def growth(samples: Iterable[Sample], meaning: str) -> Growth | None:
     return Growth(total, resets)
 
 
+def course(samples: Sequence[Sample], meaning: str) -> list[float | None]:
+    """Of a counter at each look how far it had gone since the first; None where it was not there."""
+    out: list[float | None] = []
+    last: Sample | None = None
+    total = 0.0
+    for sample in samples:
+        if meaning not in sample.series:
+            out.append(None)
+            continue
+        if last is not None and (step := growth((last, sample), meaning)) is not None:
+            total += step.value
+        last = sample
+        out.append(total)
+    return out
+
+
 class Watch:
     """Looks at the server's metrics on a timer, in a thread of its own, from `start` to `stop`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from kvctl.loadtest import metrics
 from kvctl.loadtest.calibrate import Calibration
 from kvctl.loadtest.figures import DEFINITIONS
 from kvctl.loadtest.limit import Limit
-from kvctl.loadtest.run import Outcome, Plan, Session
+from kvctl.loadtest.run import SECOND, Outcome, Plan, Session
 from kvctl.record import Record
 
 SCHEMA = "kvctl.serve-test/1"
@@ -32,6 +33,8 @@ class ServeReport(Record):
     dry: bool = False
     """Nothing was sent."""
     interrupted: bool = False
+    version: str = __version__
+    """Of the kvctl that measured it."""
 
     @property
     def missed(self) -> list[str]:
@@ -53,23 +56,47 @@ class ServeReport(Record):
                 out.append(f"{one.step.words}: every request failed")
         return out
 
+    @property
+    def names(self) -> list[str]:
+        """Of loads, each another: "16 at once", "16 at once (2)"."""
+        seen: Counter[str] = Counter()
+        out = []
+        for one in self.outcomes:
+            words = one.step.words
+            seen[words] += 1
+            out.append(words if seen[words] == 1 else f"{words} ({seen[words]})")
+        return out
+
+    @property
+    def zero(self) -> int:
+        """Where the clock of the whole run begins: at a whole second of the monotonic one."""
+        moments = [one.began for one in self.outcomes if one.began]
+        moments += [one.samples[0].at for one in self.outcomes if one.samples]
+        moments += [min(one.figures.by_second) * SECOND for one in self.outcomes if one.figures.by_second]
+        return min(moments, default=0) // SECOND * SECOND
+
     def to_dict(self) -> dict[str, Any]:
         plan = self.plan
         return {
-            "schema": SCHEMA, "kvctl_version": __version__, "dry_run": self.dry, "interrupted": self.interrupted,
+            "schema": SCHEMA, "kvctl_version": self.version, "dry_run": self.dry, "interrupted": self.interrupted,
             "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
-            "settings": {
-                "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens,
-                "prefix_tokens": plan.prefix_tokens, "groups": plan.groups, "designed_hit_rate": plan.designed,
-                "requests": None if plan.length is None else plan.length.requests,
-                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
-                "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
-                "steps": [step.to_dict() for step in plan.steps],
-            },
+            "settings": settings_of(plan),
             "definitions": dict(DEFINITIONS), "calibration": None if self.calibration is None else self.calibration.to_dict(),
-            "loads": [_load(one) for one in self.outcomes],
+            "loads": [_load(one, name, self.zero) for one, name in zip(self.outcomes, self.names, strict=True)],
             "limit": None if self.limit is None else self.limit.to_dict(), "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
         }  # fmt: skip
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """What was asked for."""
+    return {
+        "input_tokens": plan.input_tokens, "output_tokens": plan.output_tokens,
+        "prefix_tokens": plan.prefix_tokens, "groups": plan.groups, "designed_hit_rate": plan.designed,
+        "requests": None if plan.length is None else plan.length.requests,
+        "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
+        "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
+        "steps": [step.to_dict() for step in plan.steps],
+    }  # fmt: skip
 
 
 def missed(plan: Plan, one: Outcome) -> str | None:
@@ -83,18 +110,22 @@ def missed(plan: Plan, one: Outcome) -> str | None:
     return f"{share:.1f}% of requests keep {plan.slo.words}, and {plan.slo_percent:g}% are asked for"
 
 
-def _load(one: Outcome) -> dict[str, Any]:
+def _load(one: Outcome, name: str, zero: int) -> dict[str, Any]:
     seen = one.window
-    first = one.samples[0].at if one.samples else 0
+    seconds = one.figures.by_second
+    first, last = (min(seconds), max(seconds)) if seconds else (zero // SECOND, zero // SECOND - 1)
+    lost = metrics.course(one.samples, "preemptions")
     return {
-        "step": one.step.to_dict(), "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
+        "name": name, "step": one.step.to_dict(), "began_seconds": (one.began - zero) / SECOND if one.began else None, "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
         "all": one.figures.to_dict(), "steady": one.steady.to_dict(),
         "verdict": {"kind": one.verdict.kind, "evidence": list(one.verdict.evidence)},
         "metrics": {
             "looks": seen.looks, "kv_use_max": seen.kv_use, "waiting_max": seen.waiting, "running_max": seen.running,
             "preemptions": seen.preemptions, "resets": seen.resets, "counters": dict(one.counters),
-            "series": [{"seconds": (sample.at - first) / 1e9, **_gauges(sample)} for sample in one.samples],
+            "series": [{"seconds": (sample.at - zero) / SECOND, **_gauges(sample), "preemptions": count}
+                       for sample, count in zip(one.samples, lost, strict=True)],
         },
+        "events_by_second": {"first": first - zero // SECOND, "counts": [seconds.get(second, 0) for second in range(first, last + 1)]},
         "hit_rate": one.hit_rate, "hit_rate_of_counters": one.counted_hit_rate, "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
     }  # fmt: skip
 

@@ -112,6 +112,14 @@ class Outcome(Record):
     cpu: float
     given_up: str | None = None
     interrupted: bool = False
+    began: int = 0
+    """When the first measured request was due; 0: there was none."""
+
+    @property
+    def whole_events(self) -> list[int]:
+        """Events with output in each whole second of the time that the load was whole, whosever they are."""
+        first, last = -(-self.began // SECOND), int(self.began + self.seconds * SECOND) // SECOND
+        return [self.figures.by_second.get(second, 0) for second in range(first, last)] if self.began else []
 
     @property
     def hit_rate(self) -> float | None:
@@ -354,7 +362,7 @@ class Session:
         }
         return Outcome(
             step, figures, steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, source.number,
-            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted,
+            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted, source.began,
         )  # fmt: skip
 
 
