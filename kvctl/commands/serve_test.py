@@ -284,8 +284,8 @@ def serve_test(
         if dry_run:
             output_serve.emit_serve(tests.planned(plan), form, quiet=quiet, explain=explain)
             return
-        with output_profile.live(quiet=quiet) as progress, tests.Log(log) as kept:
-            found = tests.run(plan, progress.now, kept)
+        with output_serve.live(quiet=quiet) as (now, live, done), tests.Log(log) as kept:
+            found = tests.run(plan, now, kept, live, done)
     comparison = None
     if earlier is not None and compare is not None and found.outcomes:
         from kvctl.loadtest.compare import compare as beside

@@ -260,8 +260,9 @@ class Session:
     def run(
         self, step: Step, number: int, keep: Callable[[Exchange], None] = lambda exchange: None,
         say: Callable[[str], None] = lambda text: None,
+        show: Callable[[Figures, load.Load, Loop, metrics.Watch | None], None] = lambda *parts: None,
     ) -> Outcome:  # fmt: skip
-        """One load; `keep` is shown every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so."""
+        """One load; `keep` is shown every exchange as it ends, `show` once where the figures will be. On Ctrl-C what came until then is the outcome, which says so."""
         plan = self.plan
         lot = random.Random(f"{self.seed} {number}")
         beginnings = (
@@ -309,6 +310,7 @@ class Session:
                 loop.open(min(step.at_once or 8, 4096))
                 if watch is not None:
                     watch.start()
+                show(figures, source, loop, watch)
                 began, cpu = time.monotonic(), time.thread_time()
 
                 def tick(now: int) -> None:

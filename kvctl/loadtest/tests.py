@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 from kvctl.errors import KvctlError
 from kvctl.loadtest import calibrate, limit, verdict
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import Key
+from kvctl.loadtest.load import Key, Load
 from kvctl.loadtest.report import ServeReport, missed, server_of
 from kvctl.loadtest.run import Outcome, Plan, Session, Step
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
+    from kvctl.loadtest.figures import Figures
+    from kvctl.loadtest.live import Live
+    from kvctl.loadtest.loop import Loop
+    from kvctl.loadtest.metrics import Watch
     from kvctl.measure.run import Now
 
 
@@ -86,8 +90,10 @@ def planned(plan: Plan) -> ServeReport:
     return ServeReport(plan, {}, environment("cpu"), dry=True)
 
 
-def run(plan: Plan, now: Now, log: Log) -> ServeReport:
-    """Every load; on Ctrl-C what is complete is in the report, which says so.
+def run(
+    plan: Plan, now: Now, log: Log, live: Live | None = None, done: Callable[[Outcome], None] = lambda outcome: None
+) -> ServeReport:
+    """Every load, each told `live` as it begins and `done` when it is over; on Ctrl-C what is complete is in the report, which says so.
 
     Raises:
         KvctlError: the server cannot be reached, or does not take such requests.
@@ -102,7 +108,18 @@ def run(plan: Plan, now: Now, log: Log) -> ServeReport:
     def one(step: Step) -> Outcome:
         now.stage(f"{step.words}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out")
         log.step = len(outcomes)
-        outcomes.append(session.run(step, len(outcomes), log.add, now.say))
+        of = None if plan.limit else len(plan.steps)
+
+        def show(figures: Figures, source: Load, loop: Loop, watch: Watch | None) -> None:
+            if live is not None:
+                live.begin(step.words, len(outcomes) + 1, of, plan.length_of(step), figures, source, loop, watch)
+
+        try:
+            outcomes.append(session.run(step, len(outcomes), log.add, now.say, show))
+        finally:
+            if live is not None:
+                live.end()
+        done(outcomes[-1])
         return outcomes[-1]
 
     if plan.limit:
