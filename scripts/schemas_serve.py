@@ -129,6 +129,68 @@ LOAD = obj(
         "interrupted": flag("Whether it was broken off."),
     },
 )
+COMPARE = document(
+    "kvctl.serve-compare/1",
+    "What kvctl serve-test --compare --json has as comparison",
+    {
+        "earlier": text("The file of the run before."),
+        "loads": listed(
+            "Loads that both runs have.",
+            obj(
+                "One load.",
+                {
+                    "name": text("In words."),
+                    "good_requests": obj("Of each run.", {"before": whole("Then."), "now": whole("Now.")}),
+                    "rows": listed(
+                        "Its figures.",
+                        obj(
+                            "One figure.",
+                            {
+                                "what": text("A time and a percentile (ttft_p99), or output_tokens."),
+                                "unit": text("Of both values.", "s", "tokens/s"),
+                                "before": maybe(number("Then; null where it was not measured.")),
+                                "now": maybe(number("Now.")),
+                                "ratio": maybe(number("Now over before.")),
+                                "low": maybe(number("With 95% confidence no less; null of too few requests.")),
+                                "high": maybe(number("And no more.")),
+                                "verdict": text(
+                                    "In words.",
+                                    "better",
+                                    "worse",
+                                    "same within noise",
+                                    "too few requests",
+                                    "too short",
+                                    "not measured",
+                                ),
+                            },
+                        ),
+                    ),
+                    "checks": listed(
+                        "Of --fail-on.",
+                        obj(
+                            "One of them.",
+                            {
+                                "gate": text("As it was asked for."),
+                                "broken": of(
+                                    ["boolean", "null"],
+                                    "Whether it is worse than that for sure; null: nothing is sure.",
+                                ),
+                            },
+                        ),
+                    ),
+                },
+            ),
+        ),
+        "differences": listed(
+            "What else differs.",
+            obj("One of them.", {"what": text("What."), "before": {}, "now": {}}),
+        ),
+        "unmatched": listed("Loads that only one run has.", STRINGS),
+        "broken": listed("Checks that are broken, in words.", STRINGS),
+        "untold": listed("Checks of which nothing is sure, in words.", STRINGS),
+        "note": text("What the intervals are of."),
+    },
+)
 SERVE_TEST = document(
     "kvctl.serve-test/1",
     "What kvctl serve-test --json prints",
@@ -159,7 +221,9 @@ SERVE_TEST = document(
         "missed": listed("Objectives that loads miss.", STRINGS),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),
+        "comparison": of("object", "With --compare: this run beside an earlier one (schema kvctl.serve-compare/1)."),
     },
+    optional=("comparison",),
 )
 CALIBRATION = document(
     "kvctl.calibration/1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from functools import cache
 
@@ -11,6 +12,7 @@ from kvctl.record import Record
 _BITS = 10
 """Of a value, those that are kept: buckets are a thousandth of their values wide at most."""
 _Z95 = 1.959963984540054
+_BUCKET = re.compile(r"(\d{1,19})(?:\*([1-9]\d{0,18}))?", re.ASCII)
 
 
 class Percentile(Record):
@@ -125,11 +127,11 @@ class Histogram:
         """
         found = cls()
         for word in text.split():
-            value, _, count = word.partition("*")
-            if not value.isdecimal() or not (count or "1").isdecimal() or int(count or 1) < 1:
+            bucket = _BUCKET.fullmatch(word)
+            if bucket is None:
                 raise ValueError(f"{word[:40]!r} is no bucket")
-            key = _key(int(value))
-            found._counts[key] = found._counts.get(key, 0) + int(count or 1)
+            key = _key(int(bucket[1]))
+            found._counts[key] = found._counts.get(key, 0) + int(bucket[2] or 1)
         found.count = sum(found._counts.values())
         if not found.count or _key(smallest) != min(found._counts) or _key(largest) != max(found._counts):
             raise ValueError("the least and the most are not in its buckets")
