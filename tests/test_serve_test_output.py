@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
 import re
+import socket
+import subprocess
+import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
@@ -21,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_server import Act, wait
 from test_serve_test import QUICK, SCHEMA, Engine
 
+from kvctl import output_serve
 from kvctl.errors import ConfigError, UsageError
 from kvctl.loadtest import compare, junit, metrics, saved, target, textfile
 from kvctl.loadtest.deltas import Usage
@@ -28,7 +35,9 @@ from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures, Slo
 from kvctl.loadtest.histogram import Histogram, Percentile, told_of
 from kvctl.loadtest.limit import Limit
-from kvctl.loadtest.live import Seen
+from kvctl.loadtest.live import Live, Seen
+from kvctl.loadtest.load import Closed, Length
+from kvctl.loadtest.loop import Address, Loop
 from kvctl.loadtest.report import ServeReport
 from kvctl.loadtest.run import Outcome, Plan, Step
 from kvctl.loadtest.verdict import Verdict, Window
@@ -565,47 +574,99 @@ def test_a_frame_without_unicode_and_without_metrics() -> None:
     assert "warming up" in lines[0]
 
 
-def test_nothing_is_drawn_into_a_pipe_and_a_terminal_is_left_clean(tmp_path: Path) -> None:
-    """A run whose stderr is a terminal: frames are drawn over one another, and what stays is a line for the load."""
-    import pty
-    import subprocess
-    import sys
+class _Terminal(io.StringIO):
+    encoding = "utf-8"
 
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("environment", "drawn", "coloured"), [
+    ({"TERM": "xterm"}, True, True), ({"TERM": "xterm", "NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False),
+])  # fmt: skip
+def test_what_a_terminal_gets(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], drawn: bool, coloured: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    screen = _Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(output_serve, "_REFRESH_S", 0.01)
+    monkeypatch.setattr(Live, "look", lambda self: SEEN)
+    with output_serve.live(quiet=False) as (now, _, done):
+        now.stage("looking")
+        while drawn and "KV cache" not in screen.getvalue():
+            time.sleep(0.005)
+        done(_outcome(4, [50 * MS] * 20))
+    said = screen.getvalue()
+    assert ("\x1b[K" in said, bool(re.search(r"\x1b\[[0-9;]+m", said))) == (drawn, coloured)
+    assert "4 at once: 20 good, TTFT 50.0 ms, TPOT 10.0 ms" in said
+    assert ("looking\n" in said) == (not drawn)
+    if drawn:  # six lines up, and nothing below
+        assert said.endswith("\x1b[J")
+        assert "\x1b[6F" in said
+    with output_serve.live(quiet=True) as (now, _, done):
+        now.stage("looking")
+        done(_outcome(4, [50 * MS] * 20))
+    assert screen.getvalue() == said
+
+
+def test_the_course_of_a_load_is_what_its_figures_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests in the first second, with first tokens after 50 and 150 ms, and none in the second."""
+    clock = iter((0.0, 1.0, 1.5, 2.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    figures, live = Figures(), Live()
+    source = Closed(4, lambda number: b"", Length(requests=8), lambda exchange: None)
+    loop = Loop(Address(socket.AF_INET, "127.0.0.1", 9, "x"))
+    watch = metrics.Watch(cast("Any", None), "vllm")
+    try:
+        live.begin("4 at once", 1, 2, Length(requests=8), figures, source, loop, watch)
+        watch.samples += [
+            metrics.Sample(0, {"preemptions": 7.0, "kv_use": 0.1}),
+            metrics.Sample(1, {"preemptions": 9.0, "kv_use": 0.5}),
+        ]
+        for ttft in (50, 150):
+            figures.add(_exchange(BEGAN, ttft * MS, 5, 10 * MS))
+        source.began = 1
+        for _ in range(3):
+            seen = live.look()
+    finally:
+        loop.close()
+    assert seen is not None
+    assert seen.ttft == (pytest.approx(0.1), None)
+    assert seen.tpot == (pytest.approx(0.01), None)
+    assert seen.events == (10.0, 0.0)
+    assert (seen.part, seen.good, seen.preempted, seen.kv_use, seen.waiting) == (0.25, 2, 2.0, 0.5, None)
+    live.end()
+    assert live.look() is None
+
+
+def test_a_run_on_a_terminal_leaves_it_clean(tmp_path: Path) -> None:
+    """Frames are drawn over one another, stdout has none of them, and what stays is a line for the load."""
+    pty = pytest.importorskip("pty")
     with Engine(
         lambda number, asked: [wait(0.1), *engine.whole(asked)], page='vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
     ) as engine:
+        ours, theirs = pty.openpty()
+        parts: list[bytes] = []
+
+        def drain() -> None:
+            with contextlib.suppress(OSError):
+                while part := os.read(ours, 65536):
+                    parts.append(part)
+
+        thread = threading.Thread(target=drain, daemon=True)
+        thread.start()
         argv = [sys.executable, "-m", "kvctl", "serve-test", engine.url, *QUICK, "-c", "2"]
-        for environment in ({"TERM": "xterm"}, {"TERM": "dumb"}):
-            ours, theirs = pty.openpty()
-            parts: list[bytes] = []
-
-            def drain(fd: int, parts: list[bytes] = parts) -> None:
-                while True:
-                    try:
-                        parts.append(os.read(fd, 65536))
-                    except OSError:
-                        return
-
-            thread = threading.Thread(target=drain, args=(ours,), daemon=True)
-            thread.start()
-            ran = subprocess.run(
-                argv,
-                stdout=subprocess.PIPE,
-                stderr=theirs,
-                env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
-                timeout=60,
-                check=False,
-            )
-            os.close(theirs)
-            thread.join(5)
-            os.close(ours)
-            said = b"".join(parts).decode()
-            assert ran.returncode == 0, said
-            assert b"\x1b" not in ran.stdout
-            drawn = environment["TERM"] != "dumb"
-            assert ("\x1b[K" in said) == drawn
-            assert ("KV cache" in said) == drawn
-            assert said.count("at once: 12 good, TTFT") == 1
-            if drawn:
-                assert "measured" not in said
-                assert said.endswith("\x1b[J")
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "TERM": "xterm"}
+        ran = subprocess.run(argv, stdout=subprocess.PIPE, stderr=theirs, env=environment, timeout=60, check=False)
+        os.close(theirs)
+        thread.join(5)
+        os.close(ours)
+    said = b"".join(parts).decode()
+    assert ran.returncode == 0, said
+    assert b"\x1b" not in ran.stdout
+    assert "KV cache" in said
+    assert said.count("2 at once: 12 good, TTFT") == 1
+    assert said.endswith("\x1b[J")
