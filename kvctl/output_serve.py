@@ -124,7 +124,9 @@ class _Drawing:
     def start(self, now: Now, at: Live) -> None:
         def show() -> None:
             while not self._over.wait(_REFRESH_S):
-                self._draw(self._frame(now, at))
+                # What is read may change under it: then this frame is left out.
+                with contextlib.suppress(RuntimeError):
+                    self._draw(self._frame(now, at))
 
         self._thread = threading.Thread(target=show, daemon=True)
         self._thread.start()

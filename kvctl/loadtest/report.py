@@ -116,7 +116,8 @@ def _load(one: Outcome, name: str, zero: int) -> dict[str, Any]:
     first, last = (min(seconds), max(seconds)) if seconds else (zero // SECOND, zero // SECOND - 1)
     lost = metrics.course(one.samples, "preemptions")
     return {
-        "name": name, "step": one.step.to_dict(), "began_seconds": (one.began - zero) / SECOND if one.began else None, "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
+        "name": name, "step": one.step.to_dict(), "began_seconds": (one.began - zero) / SECOND if one.began else None,
+        "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
         "all": one.figures.to_dict(), "steady": one.steady.to_dict(),
         "verdict": {"kind": one.verdict.kind, "evidence": list(one.verdict.evidence)},
         "metrics": {

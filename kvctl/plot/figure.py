@@ -225,7 +225,16 @@ class _Layout:
         for point, name in self.figure.labels:
             x, y = self.at(point)
             width = text_width(name, 11)
-            for dx, dy in ((8, 4), (-8 - width, 4), (-width / 2, -9), (-width / 2, 18)):
+            for dx, dy in (
+                (8, 4),
+                (-8 - width, 4),
+                (-width / 2, -9),
+                (-width / 2, 18),
+                (8, -8),
+                (8, 16),
+                (-8 - width, -8),
+                (-width / 2, -18),
+            ):
                 box = (x + dx - 2, y + dy - 11, x + dx + width + 2, y + dy + 3)
                 inside = (
                     box[0] >= self.left
