@@ -137,7 +137,9 @@ class Histogram:
             raise ValueError("the least and the most are not in its buckets")
         found.smallest, found.largest = smallest, largest
         found.total = round(mean * found.count)
-        found.squares = round((deviation**2 * (found.count - 1) * found.count + found.total**2) / found.count)
+        # In whole numbers, as `deviation` takes them apart; rounded up, so that no difference is less than nothing.
+        spread = round(deviation**2 * found.count * (found.count - 1))
+        found.squares = -(-(found.total**2 + spread) // found.count)
         return found
 
     def _at(self, ranks: list[int]) -> list[float]:
