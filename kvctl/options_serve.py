@@ -9,13 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import UsageError
+from kvctl.record import Record
 from kvctl.units import parse_tokens
 
 if TYPE_CHECKING:
     from kvctl.loadtest.compare import Gate
     from kvctl.loadtest.figures import Slo
+    from kvctl.loadtest.lengths import Spread
+    from kvctl.loadtest.plan import Plan, Step
     from kvctl.loadtest.report import ServeReport
-    from kvctl.loadtest.run import Plan, Step
+    from kvctl.loadtest.work import Work
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)?", re.ASCII)
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -39,33 +42,50 @@ def seconds(text: str, option: str, bare: str = "s") -> float:
     return value
 
 
-def read_steps(concurrency: str | None, rate: str | None, burstiness: float | None) -> tuple[Step, ...]:
-    """Loads, one after the other.
+def read_steps(given: Load, works: Sequence[tuple[str, Work]]) -> tuple[Step, ...]:
+    """Loads, one after the other: each pace with each kind of requests (and in what it differs from others).
 
     Raises:
-        UsageError: both kinds, or values that cannot be.
+        UsageError: several kinds of pace, or values that cannot be.
 
     """
-    from kvctl.loadtest.run import Step
+    from kvctl.loadtest.plan import Step
+    from kvctl.loadtest.work import Traced
 
+    concurrency, rate = given.concurrency, given.rate
     if concurrency is not None and rate is not None:
         raise UsageError(
             "--concurrency keeps so many requests under way, and --rate sends them by a clock", hint="one of them"
         )
-    if burstiness is not None and rate is None:
+    if given.burstiness is not None and rate is None:
         raise UsageError("--burstiness is about --rate", hint="--rate 5 --burstiness 0.5")
-    if burstiness is not None and not 0.01 <= burstiness <= 1000:
+    if given.burstiness is not None and not 0.01 <= given.burstiness <= 1000:
         raise UsageError(
-            f"--burstiness: {burstiness:g} is out of range",
+            f"--burstiness: {given.burstiness:g} is out of range",
             hint="1 is Poisson, less comes in bursts, more is more even",
         )
+    paces: list[dict[str, Any]]
     if rate is not None:
-        rates = _numbers(rate, "--rate", 1e-4, 1e5)
-        return tuple(Step(rate=one, burstiness=burstiness) for one in rates)
-    counts = _numbers(concurrency or "1", "--concurrency", 1, _MOST_AT_ONCE)
-    if any(one != int(one) for one in counts):
-        raise UsageError(f"--concurrency: {concurrency} is no whole number", hint="--concurrency 1,4,16")
-    return tuple(Step(at_once=int(one)) for one in counts)
+        paces = [_pace(part, given) for part in dict.fromkeys(rate.split(","))]
+    elif concurrency is None and isinstance(works[0][1], Traced) and not given.find_limit:
+        paces = [{}]
+    else:
+        counts = _numbers(concurrency or "1", "--concurrency", 1, _MOST_AT_ONCE)
+        if any(one != int(one) for one in counts):
+            raise UsageError(f"--concurrency: {concurrency} is no whole number", hint="--concurrency 1,4,16")
+        paces = [{"at_once": int(one)} for one in counts]
+    return tuple(Step(work, beside=beside, **pace) for beside, work in works for pace in paces)
+
+
+def _pace(text: str, given: Load) -> dict[str, Any]:
+    """ "5", or "1..10": rising from one to the other over --duration."""
+    first, dots, last = text.partition("..")
+    rates = [_numbers(part, "--rate", 1e-4, 1e5)[0] for part in ([first, last] if dots else [text])]
+    if dots and given.duration is None:
+        raise UsageError(f"--rate {text[:40]}: over what time?", hint="--duration 5m")
+    if dots and given.burstiness is not None:
+        raise UsageError("--burstiness is about an even --rate", hint="leave it out")
+    return {"rate": rates[0], "last_rate": rates[1] if dots else None, "burstiness": given.burstiness}
 
 
 def _numbers(text: str, option: str, low: float, high: float) -> tuple[float, ...]:
@@ -168,59 +188,241 @@ def _tokens(text: str, option: str) -> int:
     return count
 
 
+def read_lengths(text: str, option: str) -> Spread:
+    """ "512", "200-800", "normal:512:64", "lognormal:512:0.8", "512:70+4k:30".
+
+    Raises:
+        UsageError: it is no such thing.
+
+    """
+    from kvctl.loadtest import lengths
+
+    text = text.strip()
+    hint = f"{option} 512, 200-800, normal:512:64, lognormal:512:0.8 or 512:70+4k:30"
+    kind, *rest = text.split(":")
+    if kind in ("normal", "lognormal"):
+        if len(rest) != 2:
+            raise UsageError(f"{option}: {text[:40]!r} is no distribution", hint=hint)
+        middle = _tokens(rest[0], option)
+        width = _float(rest[1], option, hint)
+        if kind == "normal" and 0 < width <= 1e7:
+            return lengths.Normal(middle, width)
+        if kind == "lognormal" and 0 < width <= 5:
+            return lengths.Lognormal(middle, width)
+        raise UsageError(f"{option}: {rest[1][:20]} is out of range", hint=hint)
+    if "+" in text:
+        parts = []
+        for part in text.split("+"):
+            tokens, colon, weight = part.partition(":")
+            share = _float(weight.rstrip("%"), option, hint) if colon else 1.0
+            if not 0 < share <= 1e9:
+                raise UsageError(f"{option}: {part[:40]!r}: no share", hint=hint)
+            parts.append((_tokens(tokens, option), share))
+        return lengths.Mix(tuple(parts))
+    low, dash, high = text.partition("-")
+    if dash and low:
+        found = lengths.Uniform(_tokens(low, option), _tokens(high, option))
+        if found.low > found.high:
+            raise UsageError(f"{option}: {text[:40]} goes down", hint=f"{option} {high}-{low}")
+        return found
+    return lengths.Fixed(_tokens(text, option))
+
+
+def _float(text: str, option: str, hint: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"{option}: {text[:40]!r} is no number", hint=hint) from None
+    return value
+
+
+class Load(Record):
+    """What the options say of a load, as text."""
+
+    input_tokens: str | None = None
+    output_tokens: str | None = None
+    shared_prefix: str | None = None
+    groups: int | None = None
+    order: str | None = None
+    turns: int | None = None
+    turn_tokens: str | None = None
+    think: str | None = None
+    tools: int | None = None
+    trace: str | None = None
+    speed: float | None = None
+    prompts: str | None = None
+    concurrency: str | None = None
+    rate: str | None = None
+    burstiness: float | None = None
+    find_limit: bool = False
+    requests: int | None = None
+    duration: str | None = None
+    warmup: int | None = None
+    retry: int = 0
+
+    def swept(self, sweeps: Sequence[str]) -> list[tuple[str, Load]]:
+        """Each combination of what --sweep lists, with its words; of --concurrency and --rate all that there are at once.
+
+        Raises:
+            UsageError: it names no such option, or one that is given besides.
+
+        """
+        out: list[tuple[str, Load]] = [("", self)]
+        for text in sweeps:
+            name, equals, values = text.partition("=")
+            field = name.strip().lstrip("-").replace("-", "_")
+            if not equals or field not in _SWEPT:
+                raise UsageError(f"--sweep: {text[:40]!r} is not understood",
+                                 hint="--sweep concurrency=1,2,4; also " + ", ".join(one.replace("_", "-") for one in _SWEPT[1:]))  # fmt: skip
+            if getattr(self, field) is not None or any(getattr(one, field) is not None for _, one in out):
+                raise UsageError(f"--sweep {name}: it is given besides", hint="one of them")
+            parts = [part.strip() for part in values.split(",")]
+            if not all(parts):
+                raise UsageError(f"--sweep: {text[:40]!r} lists nothing", hint="--sweep concurrency=1,2,4")
+            if field in ("concurrency", "rate"):
+                out = [(words, one.replace(**{field: values})) for words, one in out]
+                continue
+            words_of = _SWEPT_WORDS[field]
+            out = [
+                (", ".join(filter(None, (words, words_of.format(part)))), one.replace(**{field: part}))
+                for words, one in out
+                for part in dict.fromkeys(parts)
+            ]
+        return out
+
+
+_SWEPT_WORDS = {
+    "input_tokens": "{} tokens in", "output_tokens": "{} tokens out", "shared_prefix": "{} tokens shared", "turn_tokens": "{} tokens a turn",
+}  # fmt: skip
+_SWEPT = ("concurrency", "rate", *_SWEPT_WORDS)
+_MOST_STEPS, _MOST_PROCESSES = 1000, 64
+_OF_MADE = ("input_tokens", "shared_prefix", "groups", "order", "turn_tokens", "tools")
+
+
+def _given(load: Load, names: Sequence[str]) -> str | None:
+    """The first of these options that is given."""
+    return next(("--" + name.replace("_", "-") for name in names if getattr(load, name) is not None), None)
+
+
+def read_work(given: Load) -> Work:
+    """The kind of requests.
+
+    Raises:
+        UsageError: several kinds, or values that cannot be.
+        SourceError: a file that cannot be read.
+
+    """
+    from kvctl.loadtest.lengths import Fixed
+    from kvctl.loadtest.work import RANDOM, ROUND, Given, Made, traced
+
+    if given.trace is not None and given.prompts is not None:
+        raise UsageError("--trace and --prompts are two kinds of requests", hint="one of them")
+    if given.speed is not None and (given.trace is None or given.concurrency is not None or given.rate is not None):
+        raise UsageError("--speed is about the times of a --trace", hint="--trace FILE --speed 2")
+    if given.speed is not None and not 1e-4 <= given.speed <= 1e4:
+        raise UsageError(f"--speed: {given.speed:g} is out of range", hint="2: twice as fast as they came")
+    think = 0.0 if given.think is None else seconds(given.think, "--think")
+    turns = given.turns or 1
+    if given.turns is not None and not 2 <= given.turns <= 1000:
+        raise UsageError(f"--turns: {given.turns} is out of range", hint="from 2 to 1,000")
+    if turns == 1 and (other := _given(given, ("turn_tokens", "think"))) is not None:
+        raise UsageError(f"{other} is about --turns", hint="--turns 4")
+    if given.trace is not None:
+        if (other := _given(given, (*_OF_MADE, "output_tokens", "turns"))) is not None:
+            raise UsageError(f"{other}: a trace has lengths of its own", hint="leave it out")
+        if given.trace == "-":
+            raise UsageError("--trace: standard input cannot be read twice", hint="a file")
+        timed = given.concurrency is None and given.rate is None and not given.find_limit
+        return traced(given.trace, (given.speed or 1.0) if timed else None)
+    output = read_lengths(given.output_tokens or "128", "--output-tokens")
+    if given.prompts is not None:
+        if (other := _given(given, _OF_MADE)) is not None:
+            raise UsageError(f"{other}: prompts of a file are sent as they are", hint="leave it out")
+        from kvctl.loadtest import prompts
+
+        return Given(given.prompts, prompts.read(given.prompts, turns), output, think)
+    if given.order is not None and (given.order not in (RANDOM, ROUND) or given.shared_prefix is None):
+        raise UsageError(
+            "--order: random or round, of the groups of --shared-prefix",
+            hint="--shared-prefix 8k --groups 20 --order round",
+        )
+    if given.tools is not None and not 1 <= given.tools <= 1000:
+        raise UsageError(f"--tools: {given.tools} is out of range", hint="from 1 to 1,000 definitions")
+    prefix = 0 if given.shared_prefix is None else _tokens(given.shared_prefix, "--shared-prefix")
+    if given.groups is not None and (given.shared_prefix is None or not 1 <= given.groups <= 100_000):
+        raise UsageError(
+            "--groups: beginnings that prompts share, from 1 to 100,000", hint="--shared-prefix 1k --groups 4"
+        )
+    lengths = read_lengths(given.input_tokens or "512", "--input-tokens")
+    if lengths.most is not None and prefix >= lengths.least:
+        raise UsageError(
+            f"--shared-prefix: {prefix:,} tokens leave nothing of prompts of {lengths.words}",
+            hint="more --input-tokens",
+        )
+    turn = Fixed(64) if given.turn_tokens is None else read_lengths(given.turn_tokens, "--turn-tokens")
+    return Made(lengths, output, prefix, given.groups or 1, given.order or RANDOM, turns, turn, think, given.tools or 0)
+
+
 def read_plan(
-    url: str, *, model: str | None, endpoint: str, input_tokens: str, output_tokens: str, concurrency: str | None, rate: str | None,
-    burstiness: float | None, requests: int | None, duration: str | None, warmup: int | None, slo: str | None, headers: Sequence[str],
-    api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float,
-    shared_prefix: str | None, groups: int | None, find_limit: bool,
+    url: str, given: Load, *, sweeps: Sequence[str], model: str | None, endpoint: str, slo: str | None, headers: Sequence[str],
+    api_key_env: str | None, extra: Sequence[str], ca: str | None, insecure: bool, timeout: str, seed: int | None, max_error_rate: float, reset_cache: bool, processes: int,
 ) -> Plan:  # fmt: skip
     """All of it.
 
     Raises:
         UsageError: something of it cannot be.
+        SourceError: a file that cannot be read.
 
     """
     from kvctl.loadtest import asks, load, target
     from kvctl.loadtest.loop import Patience
-    from kvctl.loadtest.run import Plan
+    from kvctl.loadtest.plan import Plan
 
     place = target.read_url(url)
     if endpoint not in _ENDPOINTS:
         raise UsageError(f"--endpoint: unknown {endpoint[:40]!r}", hint="chat or completions")
     if (ca is not None or insecure) and not place.secure:
         raise UsageError("--ca and --insecure are about https", hint="https://…")
-    steps = read_steps(concurrency, rate, burstiness)
     length = None
-    if requests is not None or duration is not None:
-        length = load.Length(requests, None if duration is None else seconds(duration, "--duration"))
-    if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
-        raise UsageError(f"--requests: {requests} is out of range", hint=f"from 1 to {_MOST_REQUESTS:,}")
-    if warmup is not None and not 0 <= warmup <= _MOST_REQUESTS:
-        raise UsageError(f"--warmup: {warmup} is out of range", hint="0 or more")
+    if given.requests is not None or given.duration is not None:
+        length = load.Length(given.requests, None if given.duration is None else seconds(given.duration, "--duration"))
+    if given.requests is not None and not 1 <= given.requests <= _MOST_REQUESTS:
+        raise UsageError(f"--requests: {given.requests} is out of range", hint=f"from 1 to {_MOST_REQUESTS:,}")
+    if given.warmup is not None and not 0 <= given.warmup <= _MOST_REQUESTS:
+        raise UsageError(f"--warmup: {given.warmup} is out of range", hint="0 or more")
     if not 0 <= max_error_rate <= 100:
         raise UsageError(f"--max-error-rate: {max_error_rate:g} is no percentage", hint="from 0 to 100")
-    prefix = 0 if shared_prefix is None else _tokens(shared_prefix, "--shared-prefix")
-    if groups is not None and (shared_prefix is None or not 1 <= groups <= 100_000):
+    if not 0 <= given.retry <= 100:
         raise UsageError(
-            "--groups: beginnings that prompts share, from 1 to 100,000", hint="--shared-prefix 1k --groups 4"
+            f"--retry: {given.retry} is out of range", hint="times that a request is sent again, at most 100"
         )
-    if prefix >= _tokens(input_tokens, "--input-tokens"):
-        raise UsageError(
-            f"--shared-prefix: {prefix:,} tokens leave nothing of prompts of {input_tokens}", hint="more --input-tokens"
-        )
-    if find_limit and (rate is not None or len(steps) > 1):
+    swept = given.swept(sweeps)
+    steps = read_steps(swept[0][1], [(words, read_work(one)) for words, one in swept])
+    if len(steps) > _MOST_STEPS:
+        raise UsageError(f"--sweep: {len(steps):,} loads", hint=f"at most {_MOST_STEPS:,}")
+    if given.find_limit and (steps[0].at_once is None or len(steps) > 1):
         raise UsageError(
             "--find-limit raises the number of requests at once by itself", hint="--concurrency N says where it begins"
         )
-    objective, percent = read_slo(slo, scheduled=rate is not None)
+    if not 1 <= processes <= _MOST_PROCESSES:
+        raise UsageError(f"--processes: {processes} is out of range", hint=f"from 1 to {_MOST_PROCESSES}")
+    objective, percent = read_slo(slo, scheduled=steps[0].at_once is None)
     trust = target.Trust(ca, insecure)
     trust.context()
+    path = asks.CHAT if endpoint == "chat" else asks.COMPLETIONS
+    if path != asks.CHAT and (given.tools is not None or any(_of_messages(step.work) for step in steps)):
+        raise UsageError("--endpoint completions takes texts, no messages and no tools", hint="--endpoint chat")
     return Plan(
-        place, steps, _tokens(input_tokens, "--input-tokens"), _tokens(output_tokens, "--output-tokens"), length,
-        asks.CHAT if endpoint == "chat" else asks.COMPLETIONS, model, warmup, read_headers(headers, api_key_env), read_extra(extra),
-        trust, Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, prefix_tokens=prefix,
-        groups=groups or 1, limit=find_limit,
+        place, steps, length, path, model, given.warmup, read_headers(headers, api_key_env), read_extra(extra), trust,
+        Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, limit=given.find_limit, retries=given.retry,
+        reset_cache=reset_cache, processes=processes,
     )  # fmt: skip
+
+
+def _of_messages(work: Work) -> bool:
+    from kvctl.loadtest.work import Given
+
+    return isinstance(work, Given) and any(prompt.messages for prompt in work.prompts)
 
 
 def check_files(files: Mapping[str, str | None]) -> None:

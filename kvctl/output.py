@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -189,11 +190,16 @@ def forgive_encoding() -> None:
 # -- JSON and CSV ---------------------------------------------------------------------------
 
 
+_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
 def print_json(document: dict[str, Any]) -> None:
     """One JSON document on stdout."""
     import json
 
-    print(json.dumps(document, indent=2, ensure_ascii=not unicode_output(), allow_nan=False))
+    text = json.dumps(document, indent=2, ensure_ascii=not unicode_output(), allow_nan=False)
+    # JSON escapes only the first 32; the others steer terminals too.
+    print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_csv(rows: Sequence[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from kvctl.units import format_seconds, plural
 from kvctl.words import one_line, shortened
 
 if TYPE_CHECKING:
-    from kvctl.loadtest.live import Seen
+    from kvctl.loadtest.live import Moment
 
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _LABEL = 10
@@ -24,15 +24,17 @@ Part = tuple[str, str]
 """A text, and its SGR codes."""
 
 
-def frame(seen: Seen, width: int, *, colour: bool, unicode: bool) -> list[str]:
+def frame(seen: Moment, width: int, *, colour: bool, unicode: bool) -> list[str]:
     """Lines of at most `width` columns."""
     spark = max(8, min(60, width - _LABEL - 30))
     lines = [_head(seen, width, unicode), _requests(seen)]
     if seen.kv_use is not None or seen.running is not None or seen.waiting is not None:
         lines.append(_cache(seen, width, unicode))
     for name, values in (("TTFT", seen.ttft), ("TPOT", seen.tpot)):
-        lines.append([_named(name), *_course(values, spark, unicode, format_seconds)])
-    lines.append([_named("output"), *_course(seen.events, spark, unicode, lambda value: f"{value:,.0f} events/s")])
+        if values is not None:
+            lines.append([_named(name), *_course(values, spark, unicode, format_seconds)])
+    if seen.events is not None:
+        lines.append([_named("output"), *_course(seen.events, spark, unicode, lambda value: f"{value:,.0f} events/s")])
     return [_joined(line, width, colour) for line in lines]
 
 
@@ -58,15 +60,13 @@ def _named(text: str) -> Part:
     return text.ljust(_LABEL), _DIM
 
 
-def _head(seen: Seen, width: int, unicode: bool) -> list[Part]:
+def _head(seen: Moment, width: int, unicode: bool) -> list[Part]:
     of = f"{seen.number} of {seen.of}" if seen.of is not None else f"load {seen.number}"
     name = shortened(one_line(seen.name), max(8, width // 3))
     room = max(6, min(24, width - len(of) - len(name) - 34))
-    state = "warming up" if seen.warming else f"{seen.part:.0%} of {seen.goal}"
-    return [
-        (of.ljust(_LABEL), _DIM), (name, _BOLD), ("  ", ""), (bar(seen.part, room, unicode=unicode), _CYAN),
-        (f"  {state}, {_clock(seen.seconds)}", ""),
-    ]  # fmt: skip
+    shares = [] if seen.part is None else [(bar(seen.part, room, unicode=unicode), _CYAN), ("  ", "")]
+    state = "warming up, " if seen.warming else "" if seen.part is None else f"{seen.part:.0%} of {seen.goal}, "
+    return [(of.ljust(_LABEL), _DIM), (name, _BOLD), ("  ", ""), *shares, (f"{state}{_clock(seen.seconds)}", "")]
 
 
 def _clock(seconds: float) -> str:
@@ -79,14 +79,14 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _requests(seen: Seen) -> list[Part]:
+def _requests(seen: Moment) -> list[Part]:
     return [
         _named("requests"), (f"{seen.good:,} good  ", ""), (f"{seen.failed:,} failed", _RED if seen.failed else ""),
         (f"  {seen.under_way:,} under way", ""),
     ]  # fmt: skip
 
 
-def _cache(seen: Seen, width: int, unicode: bool) -> list[Part]:
+def _cache(seen: Moment, width: int, unicode: bool) -> list[Part]:
     parts = [_named("KV cache")]
     if seen.kv_use is not None:
         full = seen.kv_use >= FULL

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvctl.loadtest.calibrate import ITL, TTFT
 from kvctl.loadtest.compare import BETTER, RATE, SAME, SHORT, UNTOLD, WORSE
-from kvctl.loadtest.figures import DEFINITIONS
+from kvctl.loadtest.figures import DEFINITIONS, RATES
 from kvctl.loadtest.verdict import CEILING
 from kvctl.units import format_seconds, plural
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
     from kvctl.loadtest.calibrate import Calibration
+    from kvctl.loadtest.capacity import Capacity
     from kvctl.loadtest.compare import Comparison
     from kvctl.loadtest.histogram import Histogram
     from kvctl.loadtest.limit import Limit
@@ -36,7 +37,7 @@ def table_of(report: ServeReport) -> list[list[str]]:
 
 def print_serve(screen: Screen, report: ServeReport, *, explain: bool) -> None:
     """The table, and the lines that explain it."""
-    screen.line(heading(report))
+    screen.line(one_line(heading(report)))
     if report.outcomes:
         rows = table_of(report)
         styles = ["dim", *("red" if one.given_up or not one.figures.good else "" for one in report.outcomes)]
@@ -51,31 +52,40 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     """What is said under the table, with its style."""
     out = []
     for one in report.outcomes:
-        out += [(line, style) for line, style in _of_load(one, report.plan.designed)]
+        out += _of_load(one)
     if report.limit is not None:
-        out.append((_limit(report.limit), "bold"))
+        out.append((_limit(report.limit, report.predicted), "bold"))
+    if report.capacity is not None:
+        out += [(line, "") for line in capacity_lines(report.capacity)]
+    if report.started is not None:
+        own = report.started
+        out.append((f"started: {own.command} (ready after {format_seconds(own.seconds)}; its log: {own.log})", "dim"))
     if report.outcomes:
         out += [(_footer(report), "dim"), (_client(report), "dim")]
     if report.dry:
         plan = report.plan
         warm = "as many as are under way, 8 at least" if plan.warm is None else f"{plan.warm:,}"
         lengths = dict.fromkeys(_length(plan.length_of(step)) for step in plan.steps)
-        length = ", ".join(lengths)
+        works = dict.fromkeys(step.work.words for step in plan.steps)  # each kind once
         out += [
-            (
-                f"each load: {length} of {plan.input_tokens:,} tokens in and {plan.output_tokens:,} out, after a warm-up ({warm})",
-                "",
-            ),
+            (f"each load: {', '.join(lengths)}, after a warm-up ({warm})", ""),
+            *((f"requests: {work}", "") for work in works),
             ("loads: " + "; ".join(step.words for step in plan.steps), ""),
+            *([(f"started first: {plan.launch.shown}", "")] if plan.launch is not None else []),
             ("nothing was sent", "dim"),
         ]
     if explain:
-        out += [(f"{name}: {words}", "") for name, words in DEFINITIONS.items()]
-    return out
+        out += [(f"{name}: {words}", "") for name, words in (*DEFINITIONS.items(), *RATES.items())]
+    # Words of the server are among them: nothing of it may steer the terminal.
+    return [(one_line(line), style) for line, style in out]
 
 
 def _length(length: Length) -> str:
-    return f"{length.requests:,} requests" if length.requests is not None else f"{length.seconds:g} s"
+    parts = [
+        f"{length.requests:,} requests" if length.requests is not None else "",
+        f"{length.seconds:g} s" if length.seconds is not None else "",
+    ]
+    return " or ".join(part for part in parts if part)
 
 
 def heading(report: ServeReport) -> str:
@@ -89,8 +99,9 @@ def heading(report: ServeReport) -> str:
         plural(server["slots"], "slot") if server["slots"] else "",
     ]
     engine = "a server of an unknown engine" if server["engine"] == "unknown" else f"{server['engine']}{version}"
+    own = "" if server["address"] in (plan.place.name, None) else f" ({server['address']})"
     return ", ".join(
-        part for part in (f"{plan.place.root}{plan.path}: {engine}", str(server["model"]), *limits) if part
+        part for part in (f"{plan.place.root}{plan.path}{own}: {engine}", str(server["model"]), *limits) if part
     )
 
 
@@ -120,7 +131,7 @@ def _two(found: Histogram) -> list[str]:
     return [format_seconds(found.percentile(of).value / 1e9) for of in (50, 99)]
 
 
-def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
+def _of_load(one: Outcome) -> list[tuple[str, str]]:
     out = [(f"{one.step.words}: {one.verdict.kind} ({'; '.join(one.verdict.evidence)})" if one.verdict.evidence
             else f"{one.step.words}: {one.verdict.kind}", "bold")]  # fmt: skip
     if one.output_rate is not None:
@@ -130,7 +141,16 @@ def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
                 "",
             )
         )
-    figures = one.figures
+    figures, designed = one.figures, one.designed
+    if one.retried:
+        out.append((f"{one.step.words}: {one.retried:,} times a request was turned away and sent again", ""))
+    if one.cut:
+        out.append(
+            (
+                f"{one.step.words}: {plural(one.cut, 'request')} of another length than drawn: a template is longer, or the context shorter",
+                "",
+            )
+        )
     if designed is not None:
         seen = [
             f"{rate:.1%} by {how}"
@@ -139,11 +159,12 @@ def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
         ]
         out.append((f"{one.step.words}: {designed:.1%} of input tokens were sent before; found in the cache: "
                     + (", ".join(seen) or "not said (vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"), ""))  # fmt: skip
+    out += [(f"{one.step.words}: {line}", "") for line in one.remarks]
     for kind, count in figures.faults.most_common():
         out.append((f"{one.step.words}: {count:,} {kind}: {'; '.join(figures.words[kind])}", "red"))
     if figures.short:
         out.append((f"{one.step.words}: {plural(figures.short, 'answer')} shorter than asked", ""))
-    if figures.sources.get("events"):
+    if figures.sources.get("events") and one.counted_tokens_an_event is None:
         out.append(
             (
                 f"{one.step.words}: output tokens of {plural(figures.sources['events'], 'answer')} are events, for want of usage: an estimate",
@@ -152,9 +173,10 @@ def _of_load(one: Outcome, designed: float | None) -> list[tuple[str, str]]:
         )
     each = figures.tokens_a_chunk
     if each is not None and each > 1.05:
+        counted = "; usage says how many each" if figures.times["itl"].count else ""
         out.append(
             (
-                f"{one.step.words}: an event carries {each:.2f} tokens on average: gaps between events are no times between tokens",
+                f"{one.step.words}: an event carries {each:.2f} tokens on average: gaps between events are no times between tokens{counted}",
                 "",
             )
         )
@@ -195,12 +217,47 @@ def print_calibration(screen: Screen, found: Calibration) -> None:
         screen.line(line, "dim")
 
 
-def _limit(found: Limit) -> str:
+def _limit(found: Limit, predicted: int | None) -> str:
+    beside = "" if predicted is None else f"; kvctl size predicts room for {predicted:,}"
     if found.broken is None:
-        return f"limit: none found up to {found.borne or 0:,} at once ({found.why})"
+        return f"limit: none found up to {found.borne or 0:,} at once ({found.why}){beside}"
     if found.borne is None:
-        return f"limit: not even 1 at once ({found.why})"
-    return f"limit: {found.borne:,} at once; at {found.broken:,}: {found.why}"
+        return f"limit: not even 1 at once ({found.why}){beside}"
+    return f"limit: {found.borne:,} at once; at {found.broken:,}: {found.why}{beside}"
+
+
+def capacity_lines(found: Capacity) -> list[str]:
+    """What the cache holds, as the server declares it and as kvctl size predicts it; what neither says is left out."""
+    names = {
+        "tokens": "tokens", "bytes": "bytes", "blocks": "blocks",
+        "concurrency": f"requests of {found.context or 0:,} tokens", "requests": f"requests of {found.length:,} tokens at once",
+    }  # fmt: skip
+    parts = []
+    for name, words in names.items():
+        declared, predicted = getattr(found.declared, name), getattr(found.predicted, name)
+        if declared is None and predicted is None:
+            continue
+        difference = found.difference(name)
+        beside = "" if difference is None else ", the same" if abs(difference) < 0.005 else f", {difference:+.2f}%"
+        rounded = f" ± {found.declared.bytes_within:,}" if name == "bytes" and found.declared.bytes_within else ""
+        parts.append(f"{words}: {_count(declared)}{rounded} declared, {_count(predicted)} predicted{beside}")
+    if not parts:
+        return [f"KV cache: not available; {'; '.join(found.notes)}" if found.notes else "KV cache: not available"]
+    out = ["KV cache: " + "; ".join(parts)]
+    sources = []
+    if found.declared_by:
+        sources.append(f"declared by {' and '.join(found.declared_by)}")
+    if found.predicted_for is not None:
+        sources.append(f"predicted by kvctl size for {found.predicted_for} ({', '.join(found.settings)})")
+    if sources:
+        out.append("KV cache: " + "; ".join(sources))
+    return out + [f"KV cache: {note}" for note in found.notes]
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "not available"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
 def _client(report: ServeReport) -> str:
@@ -216,8 +273,12 @@ def _client(report: ServeReport) -> str:
 def _footer(report: ServeReport) -> str:
     server = report.server
     exact = "" if server["prompts_exact"] else ", though not of exactly as many as asked"
-    return (f"TTFT, E2E from the end of sending; TPOT of each request; p99: 99 of 100 do not exceed it; prompts are drawn by lot from words of one "
-            f"token each, by {server['tokens_counted_by']}{exact}; --explain has the definitions")  # fmt: skip
+    made = (
+        f"prompts are drawn by lot from words of one token each, by {server['tokens_counted_by']}{exact}; "
+        if server["tokens_counted_by"]
+        else ""
+    )
+    return f"TTFT, E2E from the end of sending; TPOT of each request; p99: 99 of 100 do not exceed it; {made}--explain has the definitions"
 
 
 def comparison_table(found: Comparison) -> list[list[str]]:

@@ -26,6 +26,7 @@ _TIMES = maybe(
                 "All of them: the nanoseconds at which each bucket begins, and after a star how many it holds, if more than one. "
                 "A bucket is 1/512 of its value wide at most; below 1,024 ns each value has its own."
             ),
+            "sums": text("Of all values in nanoseconds, and of their squares: exact."),
         },
     )
 )
@@ -43,6 +44,15 @@ FIGURES = obj(
                     "Good ones with fewer tokens than asked, where the engine can be told to write as many."
                 ),
                 "reconnects": whole("Sent again because a connection that lay idle had been closed."),
+                "asked_to_wait": _TIMES
+                | {"description": "By Retry-After of those that were turned away; null where none said."},
+            },
+        ),
+        "start": obj(
+            "Of a load: requests that were due before all others.",
+            {
+                "requests": whole("How many."),
+                "skew": number("Seconds from the first to the last sending of these."),
             },
         ),
         "tokens": obj(
@@ -58,7 +68,7 @@ FIGURES = obj(
         "seconds": number("From the first sending to the last event."),
         "per_second": of("object", "Requests, input, output and total tokens, and requests that keep the objective."),
         "times": of("object", "By the names of definitions.", additionalProperties=_TIMES),
-        "kept": whole("Good ones that keep the objective; all of them where there is none."),
+        "sums": of("object", "Counts that the figures are made of."),
         "events": whole("With output."),
         "events_bundled": whole("That came in one read with others before them, and share a stamp."),
         "without_kernel_stamps": whole("Good ones of which not all stamps are the kernel's."),
@@ -73,15 +83,17 @@ LOAD = obj(
             {
                 "at_once": maybe(whole("Requests kept under way; null where they were sent by a clock.")),
                 "rate": maybe(number("A second.")),
+                "last_rate": maybe(number("A second, at the end, where the rate changes.")),
                 "burstiness": maybe(number("Of the gaps; null: even.")),
+                "words": text("The same in words."),
+                "beside": text("In what its requests differ from those of the run's other loads, in words."),
+                "work": of(
+                    "object", "The kind of requests: made, of a trace, or prompts of a file; lengths in tokens."
+                ),
             },
         ),
         "began_seconds": maybe(
             number("When its first measured request was due, on the clock of the run; null: there was none.")
-        ),
-        "events_by_second": obj(
-            "Events with output, whosever they are, in each second of the clock of the run.",
-            {"first": whole("The second of the first count."), "counts": listed("One a second.", whole("Events."))},
         ),
         "sent": whole("Requests, those of the warm-up among them."),
         "whole_seconds": number("From the first measured request to the end of sending."),
@@ -89,7 +101,9 @@ LOAD = obj(
             number("In the whole seconds of that, whosever they are; null of less than two.")
         ),
         "all": FIGURES,
-        "steady": FIGURES | {"description": "Of requests that were sent and answered in that time."},
+        "steady": FIGURES
+        | {"description": "Of requests that were sent and answered in that time; without times where it is too short."},
+        "steady_refused": of(["string", "null"], "Why it has no times."),
         "verdict": obj(
             "What bound it.",
             {
@@ -117,16 +131,77 @@ LOAD = obj(
                 "resets": whole("Times that counters fell: the server was restarted."),
                 "counters": of("object", "How far counters went over the whole load, warm-up and all."),
                 "series": listed(
-                    "Each look: seconds on the clock of the run, gauges, and preemptions since the first look of the load.",
+                    "Looks: seconds on the clock of the run, gauges, and preemptions since the load's first look; of many looks the "
+                    "highest of neighbours.",
                     {"type": "object"},
                 ),
+                "info": of("object", "Labels of lines that say how the engine is set up."),
+                "all_looks": maybe(whole("Before, in and after that time; null where there is no page.")),
+                "failed_looks": maybe(whole("Looks that gave nothing; null where there is no page.")),
+                "seconds_looking": maybe(number("That all looks took.")),
             },
         ),
+        "retried": whole("Times that a request was sent again which the server had turned away."),
+        "lengths_changed": whole(
+            "Requests of another length than drawn: a template is longer, or the context shorter."
+        ),
+        "designed_hit_rate": maybe(
+            number("Share of input tokens that were sent or written before; null where none were meant to be.")
+        ),
+        "slices": listed(
+            "What came by time, beside the server's metrics: of a second each, or of two or more in long loads.",
+            obj(
+                "One in which something came.",
+                {
+                    "seconds": number("When it began, on the clock of the run."),
+                    "width": number("Seconds that it lasted."),
+                    "events": whole("With output, of whatever request."),
+                    "gaps": whole("Events with another of their request before them."),
+                    "between_events": maybe(number("Seconds between two of one request, on average.")),
+                    "preemptions": maybe(number("In it; null is not available.")),
+                    **{
+                        name: maybe(number("At its most; null is not available."))
+                        for name in ("kv_use", "running", "waiting", "kv_tokens")
+                    },
+                },
+            ),
+        ),
+        "preemption_cost": maybe(
+            obj(
+                "Seconds between events of a request; null where there were not both kinds of slices.",
+                {
+                    "with": number("In slices with preemptions."),
+                    "without": number("In the others."),
+                },
+            )
+        ),
+        "ttft_beside_server": maybe(
+            obj(
+                "Means of first-token times, the warm-up's too; null where the server has none of the same requests.",
+                {
+                    "server_mean": number("By its own histogram, in seconds."),
+                    "client_mean": number("By the client."),
+                    "requests": whole("Of how many."),
+                },
+            )
+        ),
+        "remarks": listed("What has to be known beside the figures.", STRINGS),
         "hit_rate": maybe(number("Cached over all input tokens, by usage; null where it does not say.")),
         "hit_rate_of_counters": maybe(number("The same by the engine's counters, over the whole load.")),
         "client_cpu": number("Share of a core that the client took."),
         "given_up": of(["string", "null"], "Why it was given up."),
         "interrupted": flag("Whether it was broken off."),
+    },
+)
+_SIDE = obj(
+    "The cache.",
+    {
+        "tokens": maybe(whole("That it holds, of however many requests.")),
+        "bytes": maybe(whole("That it takes, on each rank.")),
+        "bytes_within": whole("Half of the last digit that they are printed with; 0: exact, or not available."),
+        "blocks": maybe(whole("Of a pool.")),
+        "concurrency": maybe(number("Requests of the longest length that the server takes.")),
+        "requests": maybe(whole("Requests of this run's length that are served at once.")),
     },
 )
 COMPARE = document(
@@ -215,10 +290,48 @@ SERVE_TEST = document(
                     "borne": maybe(whole("The most requests at once that nothing broke at; null: not even one.")),
                     "broken": maybe(whole("The fewest that something broke at; null: nothing broke.")),
                     "why": text("What broke, or why no more were tried."),
+                    "predicted": maybe(
+                        whole("Requests of this length that kvctl size expects at once; null: no answer.")
+                    ),
                 },
             )
         ),
-        "missed": listed("Objectives that loads miss.", STRINGS),
+        "capacity": maybe(
+            obj(
+                "What the server's KV cache holds; null of a dry run.",
+                {
+                    "length": whole("Tokens of a request of this run, its answer included."),
+                    "context": maybe(whole("Tokens of the longest request that the server takes.")),
+                    "declared": _SIDE | {"description": "As the server declares it; null is not available."},
+                    "declared_by": listed("Where.", STRINGS),
+                    "predicted": _SIDE | {"description": "As kvctl size predicts it; null is not available."},
+                    "predicted_for": of(["string", "null"], "Model, engine and version of the rules."),
+                    "settings": listed("Where the prediction's settings come from.", STRINGS),
+                    "difference_percent": obj(
+                        "By how much what is declared is more than what is predicted; null where one is missing.",
+                        {
+                            name: maybe(number("In percent."))
+                            for name in ("tokens", "bytes", "blocks", "concurrency", "requests")
+                        },
+                    ),
+                    "notes": listed("What to know of them.", STRINGS),
+                },
+            )
+        ),
+        "started": maybe(
+            obj(
+                "The server that --launch started; null of one that ran.",
+                {
+                    "engine": text("Which."),
+                    "command": text("The command line."),
+                    "program": text("Where the program is."),
+                    "log": text("The file that its log is in."),
+                    "seconds": number("From its start until it was ready."),
+                    "ended": of(["string", "null"], "Why it was gone before it was to be."),
+                },
+            )
+        ),
+        "missed": listed("Objectives that loads miss, and finds in the server's cache other than designed.", STRINGS),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),
         "comparison": of("object", "With --compare: this run beside an earlier one (schema kvctl.serve-compare/1)."),

@@ -61,14 +61,20 @@ class Scripted:
     """`script` is called with the number of the request, from 0, and gives what is done after it was read."""
 
     def __init__(
-        self, script: Callable[[int], Sequence[Act]], *, family: int = socket.AF_INET, tls: ssl.SSLContext | None = None
+        self,
+        script: Callable[[int], Sequence[Act]],
+        *,
+        family: int = socket.AF_INET,
+        tls: ssl.SSLContext | None = None,
+        port: int = 0,
+        greets: bytes | None = None,
     ) -> None:
-        self.script, self.tls = script, tls
+        self.script, self.tls, self.greets = script, tls, greets
         self.requests: list[bytes] = []
         self.connections = 0
         self.lock = threading.Lock()
         host = "127.0.0.1" if family == socket.AF_INET else "::1"
-        self.listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self.listener = socket.create_server((host, port), family=family, backlog=1024)
         self.port: int = self.listener.getsockname()[1]
         self.open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -97,6 +103,9 @@ class Scripted:
     def _serve(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.greets is not None:
+                sock.sendall(self.greets)
+                close(sock)
             if self.tls is not None:
                 sock = self.tls.wrap_socket(sock, server_side=True)
             for request in _requests(sock):

@@ -87,7 +87,7 @@ def test_failures_are_no_samples() -> None:
     assert all(not times.count for times in figures.times.values())
     assert figures.tokens_out == 0
     # What was streamed before is seen where it came.
-    assert sum(figures.by_second.values()) == 8
+    assert sum(one.events for one in figures.slices) == figures.events == 8
     assert figures.to_dict()["times"]["ttft"] is None
 
 
@@ -120,4 +120,4 @@ def test_a_hundred_thousand_requests_take_little_memory() -> None:
         figures.add(_exchange(number + 100, number + 120, tokens=2, scheduled=number, sent=number + 10))
     assert figures.count == 100_000
     assert sum(len(found.rows()) for found in figures.times.values()) < 10_000
-    assert len(figures.by_second) == 101
+    assert len(figures.slices) == 101

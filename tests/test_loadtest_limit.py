@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.lengths import Fixed
 from kvctl.loadtest.limit import Limit, breaks, search
-from kvctl.loadtest.run import Outcome, Step
+from kvctl.loadtest.plan import Step
+from kvctl.loadtest.run import Outcome
 from kvctl.loadtest.verdict import Verdict, Window
+from kvctl.loadtest.work import Made
+
+WORK = Made(Fixed(512), Fixed(128))
 
 
 def _outcome(at: int, kind: str = "not limited", **more: object) -> Outcome:
     return Outcome(
-        Step(at_once=at),
+        Step(WORK, at_once=at),
         Figures(),
         Figures(),
         Window(None, None, None, None, 0, 0),

@@ -10,9 +10,10 @@ import time
 import pytest
 from scripted_server import Scripted, good, wait
 
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import MEASURED, SECOND, WARM, Closed, Key, Length, Load, Open, constant, gamma, ramp
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.load import MEASURED, SECOND, WARM, Ask, Closed, Key, Length, Load, Open, constant, gamma, ramp
+from kvctl.loadtest.loop import Loop
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -31,7 +32,7 @@ def _key(exchange: Exchange) -> Key:
 
 def test_so_many_at_a_time_and_the_warm_up_is_handed_over() -> None:
     done: list[Exchange] = []
-    load = Closed(4, lambda number: REQUEST, Length(requests=20), done.append, warm=8)
+    load = Closed(4, lambda number: Ask(REQUEST), Length(requests=20), done.append, warm=8)
     _run(load, 0.02)
     assert [sum(_key(one).phase == phase for one in done) for phase in (WARM, MEASURED)] == [8, 20]
     assert {_key(one).number for one in done} == set(range(28))
@@ -47,7 +48,7 @@ def test_so_many_at_a_time_and_the_warm_up_is_handed_over() -> None:
 
 def test_for_so_long() -> None:
     done: list[Exchange] = []
-    load = Closed(2, lambda number: REQUEST, Length(seconds=0.5), done.append)
+    load = Closed(2, lambda number: Ask(REQUEST), Length(seconds=0.5), done.append)
     start = time.monotonic()
     _run(load, 0.05)
     assert 0.4 < time.monotonic() - start < 3
@@ -58,7 +59,7 @@ def test_for_so_long() -> None:
 def test_by_a_clock_that_does_not_wait() -> None:
     """20 a second while answers take 0.3 s: six are under way at a time, and each goes out when it is due."""
     done: list[Exchange] = []
-    load = Open(constant(20), lambda number: REQUEST, Length(requests=20), done.append)
+    load = Open(constant(20), lambda number: Ask(REQUEST), Length(requests=20), done.append)
     _run(load, 0.3)
     due = sorted(one.scheduled for one in done)
     assert [round((at - due[0]) / SECOND * 20, 6) for at in due] == list(range(20))
@@ -76,7 +77,7 @@ def test_by_a_clock_that_does_not_wait() -> None:
 def test_what_waits_for_room_is_late_by_its_own_stamps() -> None:
     """One at a time, ten a second, 0.3 s each: the fifth is sent 0.8 s after it was due (4 × 0.3 − 4 × 0.1)."""
     done: list[Exchange] = []
-    load = Open(constant(10), lambda number: REQUEST, Length(requests=5), done.append, most=1)
+    load = Open(constant(10), lambda number: Ask(REQUEST), Length(requests=5), done.append, most=1)
     _run(load, 0.3)
     late = [(one.sent - one.scheduled) / SECOND for one in sorted(done, key=lambda one: one.scheduled)]
     assert late[4] == pytest.approx(0.8, abs=0.25)
@@ -86,7 +87,10 @@ def test_what_waits_for_room_is_late_by_its_own_stamps() -> None:
 def test_a_stop_sends_no_more() -> None:
     done: list[Exchange] = []
     load = Closed(
-        2, lambda number: REQUEST, Length(), lambda one: (done.append(one), load.stop() if len(done) == 10 else None)
+        2,
+        lambda number: Ask(REQUEST),
+        Length(),
+        lambda one: (done.append(one), load.stop() if len(done) == 10 else None),
     )
     _run(load)
     assert 10 <= len(done) <= 12

@@ -81,6 +81,11 @@ def test_slots_of_llama_cpp() -> None:
     ]
     assert of_slots(slots) == {"kv_tokens": 171, "kv_use": 171 / 1024}
     assert of_slots([]) == {"kv_tokens": 0}
+    # b11434 as it was seen after 24 tokens of an answer to 200: what was generated is among n_prompt_tokens already.
+    newer = [{"n_ctx": 1024, "is_processing": True, "n_prompt_tokens": 224, "n_prompt_tokens_processed": 180, "n_prompt_tokens_cache": 20,
+              "next_token": [{"n_decoded": 24}]}] * 4  # fmt: skip
+    assert of_slots(newer) == {"kv_tokens": 896, "kv_use": 896 / 4096}
+    assert of_slots(newer, 1024)["kv_use"] == 896 / 1024  # which all slots share
 
 
 def _counter(*values: float) -> list[Sample]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.loadtest.deltas import NoEventError, Said, Usage, read
+from kvctl.loadtest.deltas import Called, NoEventError, Said, Usage, read
 from kvctl.loadtest.http1 import ProtocolError, Response
 from kvctl.loadtest.sse import EventError, Events
 
@@ -185,18 +185,18 @@ def _chat(delta: dict[str, object], **more: object) -> bytes:
     (_chat({"reasoning_content": "hm"}), Said(reasoning=True)),  # DeepSeek, vLLM, SGLang
     (_chat({"reasoning": "hm"}), Said(reasoning=True)),  # OpenRouter, vLLM from 0.11 on, Ollama
     (_chat({"content": "", "reasoning_content": ""}), Said()),
-    (_chat({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}), Said(answer=True)),
-    (_chat({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}), Said(answer=True)),
+    (_chat({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}), Said(answer=True, calls=(Called(0, "", "f", ""),))),
+    (_chat({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}), Said(answer=True, calls=(Called(0, "", "", "{"),))),
     (_chat({"tool_calls": []}), Said()),
     (_chat({"refusal": "no"}), Said(answer=True)),
     (_chat({}, finish_reason="stop"), Said(finish="stop")),
     (_chat({"content": [{"type": "text", "text": "parts"}]}), Said(answer=True, text="parts")),
     (b'{"choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":"length"}]}', Said(answer=True, finish="length", text="a")),
     (b'{"choices":[{"index":1,"text":"b"}]}', Said(answer=True)),
-    (b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}', Said(usage=Usage(5, 7, 3))),
-    (b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":7,"prompt_tokens_details":null}}', Said(usage=Usage(5, 7, None))),
+    (b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}', Said(usage=Usage(5, 7, 3), last=True)),
+    (b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":7,"prompt_tokens_details":null}}', Said(usage=Usage(5, 7, None), last=True)),
     (b'{"choices":[],"usage":null}', Said()),
-    (b'{"choices":[],"usage":{"prompt_tokens":"5","completion_tokens":7.0}}', Said(usage=Usage(None, 7, None))),
+    (b'{"choices":[],"usage":{"prompt_tokens":"5","completion_tokens":7.0}}', Said(usage=Usage(None, 7, None), last=True)),
     (b'{"error":{"message":"out of\\nmemory","code":500}}', Said(error="out of memory")),
     (b'{"error":{"error":{"message":"deep"}}}', Said(error="deep")),
     (b'{"object":"error","message":"KV cache is full","code":400}', Said(error="KV cache is full")),

@@ -18,7 +18,8 @@ import pytest
 from conftest import Outcome
 from scripted_server import OK, Act, Scripted, chunk, close, event, good, send, wait
 
-from kvctl.loadtest.exchange import Exchange
+from kvctl.loadtest import nearby
+from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures
 from kvctl.loadtest.verdict import Verdict, Window, beside, beyond, verdict
 
@@ -39,7 +40,8 @@ def _json(value: object, status: str = "200 OK") -> list[Act]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration of this machine is none of these tests'."""
+    """A calibration of this machine is none of these tests', nor is a server that runs on it."""
+    monkeypatch.setattr(nearby, "PLACES", ())
     monkeypatch.setenv("KVCTL_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -106,7 +108,7 @@ def test_loads_one_after_the_other(kvctl: Run, tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     page = 'vllm:kv_cache_usage_perc{engine="0"} 0.25\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{engine="0"} 0\n'
     with Engine(
-        lambda number, asked: engine.whole(asked, prompt_tokens_details={"cached_tokens": 10}), page=page
+        lambda number, asked: engine.whole(asked, prompt_tokens_details={"cached_tokens": 7}), page=page
     ) as engine:
         outcome = kvctl("serve-test", engine.url, *QUICK, "-c", "1,3", "--log", str(tmp_path / "log.jsonl"), "--json")
         assert outcome.code == 0, outcome.err
@@ -117,16 +119,16 @@ def test_loads_one_after_the_other(kvctl: Run, tmp_path: Path) -> None:
         assert found["server"]["tokens_counted_by"] == "the server's /tokenize"
         assert [load["step"]["at_once"] for load in found["loads"]] == [1, 3]
         for load in found["loads"]:
-            # 12 measured of 14 sent; each of 40 tokens in, of which 10 were cached, and 4 out.
+            # 12 measured of 14 sent; each of 40 tokens in, of which the 7 of the template were cached, and 4 out.
             assert load["sent"] == 14
             assert load["all"]["requests"] | {"messages": {}} == {
-                "ended": 12, "good": 12, "failed": {}, "messages": {}, "short": 0, "reconnects": 0
+                "ended": 12, "good": 12, "failed": {}, "messages": {}, "short": 0, "reconnects": 0, "asked_to_wait": None,
             }  # fmt: skip
             tokens = load["all"]["tokens"]
             assert (tokens["input"], tokens["output"], tokens["cached"], tokens["output_from"]) == (
                 480,
                 48,
-                120,
+                84,
                 {"usage": 12},
             )
             assert load["all"]["times"]["tpot"]["count"] == 12
@@ -157,7 +159,7 @@ def test_by_a_clock_and_an_objective(kvctl: Run) -> None:
             assert outcome.code == code, outcome.err
             times = outcome.json["loads"][0]["all"]["times"]
             assert 0.1 <= times["ttft_scheduled"]["p50"]["value"] < 1
-            assert times["dispatch"]["p50"]["value"] < 0.1
+            assert times["dispatch"]["p50"]["value"] < 1
     assert "0.0% of requests keep ttft 50 ms, and 50% are asked for" in outcome.err
 
 
@@ -291,7 +293,7 @@ def test_requests_that_it_cannot_take(kvctl: Run) -> None:
     ) as engine:
         outcome = kvctl("serve-test", engine.url, "-i", "90", "-o", "20")
         assert outcome.code == 1
-        assert "90 tokens in and 20 out are 110, and the server takes 100" in outcome.err
+        assert "90 tokens in, 20 out: up to 110 tokens, and the server takes 100" in outcome.err
         outcome = kvctl("serve-test", engine.url, "-i", "40", "-o", "4")
         assert outcome.code == 1
         assert "the first request failed: status: 500: " in outcome.err
@@ -317,7 +319,8 @@ def test_the_key_is_sent_and_not_shown(kvctl: Run, monkeypatch: pytest.MonkeyPat
 def test_a_dry_run_sends_nothing(kvctl: Run) -> None:
     outcome = kvctl("serve-test", "nowhere.invalid", "-c", "2,4", "-n", "10", "--dry-run", "--explain")
     assert outcome.code == 0
-    assert "each load: 10 requests of 512 tokens in and 128 out" in outcome.out
+    assert "each load: 10 requests, after a warm-up" in outcome.out
+    assert "requests: 512 tokens in, 128 out" in outcome.out
     assert "loads: 2 at once; 4 at once" in outcome.out
     assert "ttft: time to first token" in outcome.out
 
@@ -373,8 +376,8 @@ def test_prompts_that_begin_alike(kvctl: Run) -> None:
     with Engine(answer) as engine:
         outcome = kvctl("serve-test", engine.url, *QUICK, "--shared-prefix", "30", "--groups", "3", "-c", "2", "--json")
         assert outcome.code == 0, outcome.err
-        assert outcome.json["settings"]["designed_hit_rate"] == 0.75
         load = outcome.json["loads"][0]
+        assert load["designed_hit_rate"] == 0.75
         # A word after the beginning is by chance another's one in some two hundred times.
         assert 0.75 <= load["hit_rate"] < 0.78
         # One that was tried, one for each beginning before anything is measured, then 2 and 12.
@@ -440,6 +443,18 @@ def test_what_bound_a_load(seen: Window, kind: str) -> None:
     assert found.evidence
     assert verdict(_figures(), seen, cpu=0.9, at_once=8).kind == "client-limited"
     assert verdict(_figures(0), seen, cpu=0.2, at_once=8).kind == "failed"
+
+
+def test_a_cache_that_throws_requests_out() -> None:
+    """llama.cpp's slots share cells; full, it fails those under way, between two looks at its metrics perhaps."""
+    figures = _figures(3)
+    one = Exchange(b"", 0)
+    one.sent, one.ended, one.fault = 1, 10**9, Fault("server", "Context size has been exceeded.")
+    figures.add(one)
+    found = verdict(figures, Window(0.8, 0, 4, None, 0, 9), cpu=0.2, at_once=4)
+    assert found == Verdict(
+        "kv-saturated", ("1 of 4 requests failed: Context size has been exceeded.", "KV cache in use: 80% at most")
+    )
 
 
 def test_what_other_loads_and_the_client_say() -> None:

@@ -24,33 +24,36 @@ from conftest import Outcome as Ran
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_server import Act, wait
-from test_serve_test import QUICK, SCHEMA, Engine
+from scripted_server import Act, send, wait
+from test_serve_test import QUICK, SCHEMA, Engine, _own_cache  # noqa: F401
 
 from kvctl import output_serve
 from kvctl.errors import ConfigError, UsageError
 from kvctl.loadtest import compare, junit, metrics, saved, target, textfile
+from kvctl.loadtest.capacity import Capacity, Side
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.deltas import Usage
+from kvctl.loadtest.drive import Seen
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.figures import Figures, Slo
 from kvctl.loadtest.histogram import Histogram, Percentile, told_of
+from kvctl.loadtest.lengths import Fixed, Lognormal, Mix, Normal, Uniform
 from kvctl.loadtest.limit import Limit
-from kvctl.loadtest.live import Live, Seen
-from kvctl.loadtest.load import Closed, Length
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.live import Live, Moment
+from kvctl.loadtest.load import Length
+from kvctl.loadtest.loop import Loop
+from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.report import ServeReport
-from kvctl.loadtest.run import Outcome, Plan, Step
+from kvctl.loadtest.run import Outcome
+from kvctl.loadtest.slices import Slice, Slices
 from kvctl.loadtest.verdict import Verdict, Window
+from kvctl.loadtest.work import ROUND, Given, Made, Traced, Work
 from kvctl.measure.statistics import Ratio
 
 Run = Callable[..., Ran]
 S, MS = 10**9, 10**6
 BEGAN = 1000 * S
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCTL_CACHE", str(tmp_path_factory.mktemp("cache")))
+WORK = Made(Fixed(100), Fixed(5), prefix=25)
 
 
 # -- reports of known numbers ---------------------------------------------------------------------------
@@ -92,30 +95,19 @@ def _outcome(
         for number, (use, waiting, lost) in enumerate(values)
     )
     return Outcome(
-        Step(at_once=at_once), figures, Figures(slo), Window(0.98, 3, 4, 5, 0, 4), Verdict("kv-saturated", ("KV cache in use: 98% at most",)),
+        Step(WORK, at_once=at_once), figures, Figures(slo), Window(0.98, 3, 4, 5, 0, 4), Verdict("kv-saturated", ("KV cache in use: 98% at most",)),
         samples, {"requests": float(len(ttfts))}, len(ttfts), len(ttfts) / 10, 50.0, 0.2, began=began,
     )  # fmt: skip
 
 
 def _report(*outcomes: Outcome, slo: Slo | None = None, **more: Any) -> ServeReport:
-    plan = Plan(target.read_url("127.0.0.1:8000"), tuple(one.step for one in outcomes), 100, 5, slo=slo, seed=7)
+    plan = Plan(target.read_url("127.0.0.1:8000"), tuple(one.step for one in outcomes), slo=slo, seed=7)
     server = {
         "engine": "vllm", "version": "0.32.0", "model": "m<b>", "models": ["m<b>"], "context": 4096, "slots": None, "facts": {},
-        "tokens_counted_by": "usage", "prompts_exact": True, "seed": 7,
+        "tokens_counted_by": "usage", "prompts_exact": True, "seed": 7, "address": None, "prompt_overhead_tokens": 7,
     }  # fmt: skip
     environment = {"time": "2026-11-30T12:00:00Z", "os": "Linux", "cpu": {"model": "a processor"}}
     return ServeReport(plan, server, environment, outcomes, **more)
-
-
-def _close(one: Any, other: Any) -> bool:
-    """Whether two documents are the same, to the last digits of what was divided."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_close(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_close, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return one == pytest.approx(other, rel=1e-9, abs=1e-9)
-    return bool(one == other)
 
 
 # -- saved ----------------------------------------------------------------------------------------------
@@ -125,20 +117,40 @@ def _close(one: Any, other: Any) -> bool:
 @example([94905819, 94905818])  # whose squares are alike to sixteen digits
 def test_a_histogram_is_the_same_from_its_text(values: list[int]) -> None:
     whole = Histogram(values)
-    found = Histogram.of_text(whole.text, whole.mean, whole.deviation, min(values), max(values))
+    found = Histogram.of_text(whole.text, whole.sums, min(values), max(values))
     assert found.rows() == whole.rows()
-    assert found.mean == pytest.approx(sum(values) / len(values), rel=1e-9, abs=1)
-    assert found.deviation == pytest.approx(whole.deviation, rel=1e-6, abs=1)
+    assert found.mean == sum(values) / len(values)
+    assert found.deviation == whole.deviation
 
 
 def test_the_text_of_a_histogram_is_what_it_says() -> None:
     # 1,100 is in the bucket of two from 1,100 on; 3,001 in that of four from 3,000 on.
-    assert Histogram([5, 5, 1101, 3001]).text == "5*2 1100 3000"
+    whole = Histogram([5, 5, 1101, 3001])
+    assert whole.text == "5*2 1100 3000"
+    assert whole.sums == "4112 10218252"  # 5² + 5² + 1101² + 3001²
     for text in ("5*0", "x", "5*", "-5", "", "5 ²"):
         with pytest.raises(ValueError, match="bucket"):
-            Histogram.of_text(text, 5, 0, 5, 5)
+            Histogram.of_text(text, "5 25", 5, 5)
     with pytest.raises(ValueError, match="least"):
-        Histogram.of_text("5 9", 7, 2, 5, 8)
+        Histogram.of_text("5 9", "14 106", 5, 8)
+    # Squares of 5 and 9 are 106; of two values that add up to 14 they are 98 at least, and 19 is more than twice 9.
+    for sums in ("14 97", "19 200", "9 106", "14", "14 x", "-14 106"):
+        with pytest.raises(ValueError, match="sums"):
+            Histogram.of_text("5 9", sums, 5, 9)
+
+
+def test_slices_are_the_same_from_their_pieces() -> None:
+    whole = Slices(most=4)
+    whole.add([S, S + 5, 9 * S + 7])
+    whole.add([BEGAN, BEGAN + 3])
+    found = Slices.of(whole)
+    assert (found.width, list(found)) == (whole.width, list(whole))
+    for pieces in (
+        [Slice(0, S + 1, 1, 0, 0)], [Slice(0, 3 * S, 1, 0, 0)], [Slice(1, S, 1, 0, 0)], [Slice(S, 2 * S, 1, 0, 0)],
+        [Slice(0, S, 1, 0, 0), Slice(2 * S, 2 * S, 1, 0, 0)], [Slice(0, S, 1, 0, 0)] * 2, [Slice(0, 0, 1, 0, 0)],
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="slices"):
+            Slices.of(pieces)
 
 
 def test_a_saved_report_is_the_same_when_read(tmp_path: Path) -> None:
@@ -154,7 +166,7 @@ def test_a_saved_report_is_the_same_when_read(tmp_path: Path) -> None:
     document = json.loads(Path(path).read_text())
     jsonschema.validate(document, SCHEMA)
     found = saved.read(path)
-    assert _close(found.to_dict(), document)
+    assert found.to_dict() == document
     assert found.missed == report.missed
     assert "66.7%" not in found.missed[0]  # of 31 that ended 20 keep it
     assert found.missed[0].startswith("4 at once: 64.5% of requests keep ttft 80 ms")
@@ -162,10 +174,130 @@ def test_a_saved_report_is_the_same_when_read(tmp_path: Path) -> None:
     assert [sample["seconds"] for sample in document["loads"][1]["metrics"]["series"]] == [9, 10, 11, 12]
     assert [sample["preemptions"] for sample in document["loads"][1]["metrics"]["series"]] == [0, 2, 2, 5]
     # Of 30 requests a tenth of a second apart, each has 5 events within 40 ms of its first: 5 a request in all.
-    assert sum(document["loads"][0]["events_by_second"]["counts"]) == 150
+    # Request 19 comes at 1.9 s + 100 ms, which is 2.0 s; of request 29 (2.97 s) three events come before 3.0 s.
+    slices = document["loads"][0]["slices"]
+    assert [(piece["seconds"], piece["events"]) for piece in slices] == [(0, 50), (1, 45), (2, 53), (3, 2)]
     assert (document["loads"][0]["began_seconds"], document["loads"][1]["began_seconds"]) == (0, 9)
     searched = report.replace(limit=Limit(4, 8, "kv-saturated"))
     assert saved.of_dict(searched.to_dict(), "x").limit == searched.limit
+
+
+def _same(report: ServeReport) -> ServeReport:
+    """As it is read again from what it says: the same document, and the same lines."""
+    from kvctl.screen_serve import heading, lines_of, table_of
+
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    found = saved.of_dict(document, "a.json")
+    assert json.loads(json.dumps(found.to_dict())) == document
+    assert (heading(found), table_of(found), lines_of(found, explain=True)) == (
+        heading(report), table_of(report), lines_of(report, explain=True)
+    )  # fmt: skip
+    return found
+
+
+SPREADS = (Fixed(7), Uniform(5, 9), Normal(50.0, 7.5), Lognormal(400.0, 0.8), Mix(((10, 3.0), (20, 1.0))))
+
+
+@pytest.mark.parametrize("work", [
+    *(Made(spread, spread) for spread in SPREADS), Made(Fixed(90), Fixed(4), 20, 3, ROUND, 4, Uniform(2, 8), 0.5, 12),
+    Traced("a.jsonl", 2.0, 70, 900, 12.5, 4096, 30), Traced("a.jsonl", None, 70, 900, None), Given("p.jsonl", (), Fixed(9), 1.5, 12),
+])  # fmt: skip
+def test_every_kind_of_requests_is_the_same_when_read(work: Work) -> None:
+    timed = isinstance(work, Traced) and work.speed is not None
+    step = Step(work, None if timed else 4, beside="4,096 tokens in")
+    found = _same(_report(_outcome(4, [50 * MS] * 20).replace(step=step)))
+    read = found.outcomes[0].step
+    assert read.words == step.words
+    assert read.work == (work.replace(limit=None) if isinstance(work, Traced) else work)
+    assert read.work.longest == work.longest
+    pace = Step(WORK, rate=2.0, last_rate=8.0, burstiness=0.5)
+    assert _same(_report(_outcome(4, [50 * MS] * 20).replace(step=pace))).outcomes[0].step == pace
+
+
+def test_all_of_a_report_is_the_same_when_read() -> None:
+    one = _outcome(4, [50 * MS] * 20)
+    turned = Exchange(b"", BEGAN)
+    turned.sent, turned.ended, turned.retry_after, turned.fault = BEGAN, BEGAN + 1, 1.5, Fault("rejected", "busy")
+    one.figures.add(turned)
+    one.figures.see(_exchange(BEGAN - S, 40 * MS, 5, MS))  # of the warm-up
+    info = {"vllm:cache_config_info": {"block_size": "16", "num_gpu_blocks": "100"}}
+    one = one.replace(
+        remarks=("the server was restarted meanwhile",), retried=3, cut=2, watched=metrics.Watched(9, 1, None, 0.25), interrupted=True,
+        # By hand: 20 requests of 50 ms and one of 40 ms are 1.04 s until first tokens; the turned-away one has none.
+        counters={"requests": 22.0, "ttft_requests": 21.0, "ttft_seconds": 0.84, "output_tokens": 210.0, "prefix_queries": 400.0, "prefix_hits": 100.0},
+        samples=(*one.samples[:-1], one.samples[-1].replace(info=info)),
+    )  # fmt: skip
+    held = Capacity(
+        105, 4096, Side(1600, 10**9, 5000, 100, 3.25, 7), ("cache_config_info", "its log"), Side(1584, 10**9, 0, 99, 3.0, 8),
+        "m, vllm@0.32.0", ("its log",), ("a note of it",),
+    )  # fmt: skip
+    report = _report(one, capacity=held, interrupted=True, limit=Limit(4, 8, "kv-saturated"), notes=("x",))
+    found = _same(report)
+    assert found.capacity == held
+    assert found.predicted == 8
+    load = found.to_dict()["loads"][0]
+    assert load["ttft_beside_server"] == {
+        "server_mean": 0.84 / 21,
+        "client_mean": pytest.approx(1.04 / 21),
+        "requests": 21,
+    }
+    assert load["hit_rate_of_counters"] == 0.25
+    assert load["all"]["requests"]["asked_to_wait"]["p50"]["value"] == pytest.approx(1.5, rel=2e-3)
+    # 25 of 100 input tokens were cached, and of the 25 designed in blocks of 16 one block has to be: nothing is missed, in either.
+    assert found.missed == report.missed == []
+    assert found.outcomes[0].samples[-1].info == info
+
+
+def test_loads_beyond_an_hour_are_the_same_when_read() -> None:
+    """Their slices are of several seconds; those of a load beside them may be narrower."""
+    wide, narrow = _outcome(4, [50 * MS] * 20, began=BEGAN + 3 * S), _outcome(8, [50 * MS] * 20, began=BEGAN + 77 * S)
+    slices = Slices(most=3)
+    for second in range(3, 43):  # 10 events in each of 40 seconds, 1,003 to 1,043
+        slices.add([BEGAN + second * S + place for place in range(10)])
+    wide.figures.slices = slices
+    assert slices.width == 32 * S
+    report = _report(wide, narrow)
+    found = _same(report)
+    assert report.zero % (32 * S) == 0
+    pieces = found.to_dict()["loads"][0]["slices"]
+    # 1,003 is in the slice from 31 · 32 = 992 on, which ends at 1,024: 21 seconds of 10 events, and 19 in the next.
+    assert [(piece["seconds"], piece["width"], piece["events"]) for piece in pieces] == [(0, 32, 210), (32, 32, 190)]
+    assert found.to_dict()["loads"][0]["began_seconds"] == 11
+    assert found.outcomes[0].figures.slices.counts(found.zero, found.zero + 64 * S) == [210, 190]
+
+
+def test_a_run_and_its_file_say_the_same(kvctl: Run, tmp_path: Path) -> None:
+    """Prefixes, drawn lengths, requests that are turned away, failures, an objective that is missed, and another process."""
+    path = str(tmp_path / "a.json")
+    page = (
+        "# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total 0\n"
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1\n'
+    )
+
+    def answer(number: int, asked: dict[str, Any]) -> Sequence[Act]:
+        if number % 9 == 8:
+            return [send(b"HTTP/1.1 503 Busy\r\nRetry-After: 0\r\nContent-Length: 0\r\n\r\n")]
+        return [wait(0.005), *engine.whole(asked, prompt_tokens_details={"cached_tokens": 16})]
+
+    argv = ("-i", "30-60", "--shared-prefix", "20", "-o", "2:1+4:1", "-n", "30", "--warmup", "2", "--slo", "ttft=1us,p50",
+            "--sweep", "concurrency=1,3", "--retry", "1", "--max-error-rate", "50")  # fmt: skip
+    with Engine(answer, page=page) as engine:
+        ran = kvctl("serve-test", engine.url, *argv, "--save", path, "--json")
+        assert ran.code == 3, ran.err
+        lined = kvctl(
+            "serve-test", engine.url, *argv, "-n", "20", "--processes", "2", "--save", str(tmp_path / "b.json")
+        )
+        assert lined.code == 3, lined.err
+    shown = kvctl("serve-test", "--from", path, "--json")
+    assert shown.code == 3
+    assert shown.json == ran.json
+    assert ran.json["loads"][0]["retried"] >= 3
+    assert ran.json["capacity"]["declared"]["tokens"] == 1600
+    again = str(tmp_path / "again.json")
+    shown = kvctl("serve-test", "--from", str(tmp_path / "b.json"), "--save", again)
+    assert shown.out == lined.out
+    assert "KV cache: tokens: 1,600 declared" in shown.out
+    assert Path(again).read_text() == (tmp_path / "b.json").read_text()
 
 
 def _broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -183,9 +315,23 @@ def _broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     (lambda d: d["loads"][0]["all"].update(times=[]), "times"),
     (lambda d: d["loads"][0]["all"]["times"]["ttft"].update(histogram="5"), "least"),
     (lambda d: d["loads"][0]["all"]["requests"].update(failed={"reset": 2}), "without messages"),
-    (lambda d: d["loads"][0].update(step={"at_once": "4"}), "damaged"),
-    (lambda d: d["loads"][0].update(step={"speed": 4}), "damaged"),
+    (lambda d: d["loads"][0]["step"].update(at_once="4"), "at_once"),
+    (lambda d: d["loads"][0]["step"].update(at_once=None), "without a pace"),
+    (lambda d: d["loads"][0]["step"].update(rate=2.0), "or with two"),
     (lambda d: d["loads"][0].update(step={}), "damaged"),
+    (lambda d: d["loads"][0]["step"]["work"].update(kind="poem"), "poem"),
+    (lambda d: d["loads"][0]["step"]["work"].update(order="x"), "an order"),
+    (lambda d: d["loads"][0]["step"]["work"].update(input_tokens={"kind": "uniform", "low": 9, "high": 5}), "go down"),
+    (lambda d: d["loads"][0]["step"]["work"].update(input_tokens={"kind": "mix", "parts": []}), "input_tokens"),
+    (lambda d: d["loads"][0]["slices"][0].update(width=1.5), "slices"),
+    (lambda d: d["loads"][0]["slices"][0].update(seconds=0.5), "slices"),
+    (lambda d: d["loads"][0]["slices"].append(d["loads"][0]["slices"][0]), "twice"),
+    (lambda d: d["loads"][0]["metrics"]["series"].reverse(), "follow"),
+    (lambda d: d["loads"][0]["all"]["sums"].pop("good"), "damaged"),
+    (lambda d: d["loads"][0]["all"]["sums"].update(with_prompt=0), "input tokens of no request"),
+    (lambda d: d["loads"][0]["all"]["times"]["ttft"].update(sums="1 1"), "sums"),
+    (lambda d: d["server"].update(prompt_overhead_tokens="x"), "prompt_overhead_tokens"),
+    (lambda d: d["server"].update(facts=[]), "facts"),
     (lambda d: d["loads"][0]["metrics"].update(series=[{"seconds": float("inf"), "kv_use": "x"}]), "damaged"),
     (lambda d: d.update(url="ftp://x"), "damaged"),
     (lambda d: d.update(calibration={"errors": 5}), "no calibration"),
@@ -310,12 +456,47 @@ def test_two_runs_beside_each_other() -> None:
     assert "it takes 563" in found.untold[0]
     assert ("server version", "0.32.0", "0.33.0") in found.differences
     assert ("kvctl", earlier.version, "9.9") in found.differences
-    with pytest.raises(UsageError, match=r"input tokens 100 there and 200 here"):
-        compare.compare(newer.replace(plan=newer.plan.replace(input_tokens=200)), earlier, "old.json")
+    other = newer.outcomes[0].replace(step=Step(WORK.replace(input=Fixed(200)), 4))
+    with pytest.raises(UsageError, match=r"of other requests: 100 tokens in, .* there and 200 tokens in, .* here"):
+        compare.compare(newer.replace(outcomes=(other,)), earlier, "old.json")
     with pytest.raises(
         UsageError, match=r"nothing to compare: old\.json has 4 at once, 8 at once, and this run 2 at once"
     ):
         compare.compare(_report(_outcome(2, now)), earlier, "old.json")
+
+
+def test_loads_are_matched_by_what_was_sent() -> None:
+    """Words, which say in what a load differs from others of its run, make no other load of it; nor do retries and processes."""
+    one = _outcome(4, [50 * MS] * 20)
+    twice = _report(one.replace(step=one.step.replace(beside="100 tokens in")), one, _outcome(8, [MS] * 9))
+    again = _report(one).replace(plan=_report(one).plan.replace(processes=2, retries=3, warm=9))
+    found = compare.compare(again, twice, "old.json")
+    assert [load.name for load in found.loads] == ["4 at once"]
+    assert found.unmatched == ("4 at once: only in old.json", "8 at once: only in old.json")
+    assert {("processes", 1, 2), ("retries", 0, 3), ("warm up", None, 9)} <= set(found.differences)
+    with pytest.raises(UsageError, match=r"of other requests: .* \(groups differ\)"):
+        compare.compare(_report(one.replace(step=Step(Made(Fixed(100), Fixed(5), groups=2), 4))),
+                        _report(one.replace(step=Step(Made(Fixed(100), Fixed(5)), 4))), "old.json")  # fmt: skip
+    # Of a trace the server takes what fits, which is known once it was looked at: before that all of it is asked for.
+    whole, part = Traced("a", None, 10, 900), Traced("a", None, 7, 900, left_out=3)
+    before = _report(one.replace(step=Step(part, 4)))
+    compare.check_plan(before.plan.replace(steps=(Step(whole, 4),)), before, "old.json", ())
+    with pytest.raises(UsageError, match="other requests"):
+        compare.compare(_report(one.replace(step=Step(whole, 4))), before, "old.json")
+
+
+def test_pieces_of_slices_of_any_width() -> None:
+    """20 seconds of 50 events each, in slices of one and of two seconds: 50 a second in ten pieces either way; 9 slices are too few."""
+    from kvctl.loadtest.compare import _pieces
+
+    for most, seconds, expected in ((4096, 20, (50.0,) * 10), (10, 20, (50.0,) * 10), (4096, 9, None), (5, 20, None)):
+        slices = Slices(most)
+        for second in range(20):
+            slices.add([BEGAN + second * S + place for place in range(50)])
+        one = _outcome(4, [MS] * 9).replace(seconds=float(seconds))
+        one.figures.slices = slices
+        found = _pieces(one)
+        assert (None if found is None else found.values) == expected
 
 
 def test_this_run_against_a_baseline(kvctl: Run, tmp_path: Path) -> None:
@@ -354,7 +535,7 @@ def test_this_run_against_a_baseline(kvctl: Run, tmp_path: Path) -> None:
         assert "same within noise" in beside.out
         sent = len(engine.bodies)
         for argv, said in (
-            (("-i", "50"), "input tokens 40 there and 50 here"),
+            (("-i", "50"), "40 tokens in, 4 out there and 50 tokens in, 4 out here"),
             (("-c", "3"), "nothing to compare"),
             (("--fail-on", "ttft_p99:+5%"), "it takes 563 to tell"),
             (("--fail-on", "nonsense"), "no figure that is compared"),
@@ -471,18 +652,23 @@ def test_cases_for_a_ci_server() -> None:
     dead = _outcome(4, [], slo=slo, faults=[Fault("server", "engine\x00died <&")]).replace(
         given_up="1 of 1 requests failed, and 5% may"
     )
+    slow.figures.cached = 40 * 20  # of 100 each, of which 25 had been sent before
     report = _report(fine, slow, dead, slo=slo)
+    assert (
+        'kvctl_serve_test_prefix_cache_design_missed{engine="vllm",load="2 at once",model="m<b>"} 1.0'
+        in textfile.textfile(report).decode()
+    )
     root = ElementTree.fromstring(junit.junit(report, None))
     cases = {
         str(case.get("name")): [child.tag for child in case if child.tag != "system-out"]
         for case in root.iter("testcase")
     }
     assert cases == {
-        "1 at once: answered": [], "1 at once: ttft 80 ms, p99": [],
-        "2 at once: answered": [], "2 at once: ttft 80 ms, p99": ["failure"],
+        "1 at once: answered": [], "1 at once: ttft 80 ms, p99": [], "1 at once: found in the cache as designed": [],
+        "2 at once: answered": [], "2 at once: ttft 80 ms, p99": ["failure"], "2 at once: found in the cache as designed": ["failure"],
         "4 at once: answered": ["error"], "4 at once: ttft 80 ms, p99": ["failure"],
     }  # fmt: skip
-    assert [root.get(name) for name in ("tests", "failures", "errors")] == ["6", "2", "1"]
+    assert [root.get(name) for name in ("tests", "failures", "errors")] == ["8", "3", "1"]
     error = root.find(".//error")
     assert error is not None
     assert "engine\ufffddied <&" in str(error.get("message"))
@@ -495,6 +681,7 @@ def test_cases_for_a_ci_server() -> None:
     }
     assert cases == {
         "2 at once: answered": [],
+        "2 at once: found in the cache as designed": ["failure"],
         "2 at once: ttft_p50:+5% against old.json": ["failure"],
         "2 at once: ttft_p99:+5% against old.json": ["error"],  # of twenty requests nobody can tell
         "2 at once: e2e_p50:+500% against old.json": [],
@@ -515,7 +702,7 @@ def test_files_are_there_whatever_came_of_the_run(kvctl: Run, tmp_path: Path) ->
 
 # -- while it runs ----------------------------------------------------------------------------------------
 
-SEEN = Seen(
+SEEN = Moment(
     "16 at once",
     2,
     3,
@@ -615,21 +802,22 @@ def test_what_a_terminal_gets(
 
 def test_the_course_of_a_load_is_what_its_figures_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests in the first second, with first tokens after 50 and 150 ms, and none in the second."""
-    clock = iter((0.0, 1.0, 1.5, 2.0))
+    clock = iter((0.0, 0.0, 0.0, 1.0, 1.5, 2.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     figures, live = Figures(), Live()
-    source = Closed(4, lambda number: b"", Length(requests=8), lambda exchange: None)
     loop = Loop(Address(socket.AF_INET, "127.0.0.1", 9, "x"))
     watch = metrics.Watch(cast("Any", None), "vllm")
     try:
-        live.begin("4 at once", 1, 2, Length(requests=8), figures, source, loop, watch)
+        live.begin("4 at once", 1, 2, Length(requests=8))
+        live.watch(watch)
+        live.inside(figures, loop)
         watch.samples += [
             metrics.Sample(0, {"preemptions": 7.0, "kv_use": 0.1}),
             metrics.Sample(1, {"preemptions": 9.0, "kv_use": 0.5}),
         ]
         for ttft in (50, 150):
             figures.add(_exchange(BEGAN, ttft * MS, 5, 10 * MS))
-        source.began = 1
+        live.tick(Seen(True, 2, 0, 4))
         for _ in range(3):
             seen = live.look()
     finally:
@@ -641,6 +829,23 @@ def test_the_course_of_a_load_is_what_its_figures_say(monkeypatch: pytest.Monkey
     assert (seen.part, seen.good, seen.preempted, seen.kv_use, seen.waiting) == (0.25, 2, 2.0, 0.5, None)
     live.end()
     assert live.look() is None
+
+
+def test_a_load_of_several_processes_has_counts_and_no_courses() -> None:
+    """And one by the times of a trace has no end that it could be a share of."""
+    from kvctl.screen_live import frame
+
+    live = Live()
+    live.begin("4 at once", 1, 1, Length())
+    assert live.look() is None
+    live.tick(Seen(True, 10, 3, 4))
+    seen = live.look()
+    assert seen is not None
+    assert (seen.good, seen.failed, seen.under_way, seen.part, seen.ttft, seen.events) == (7, 3, 4, None, None, None)
+    lines = frame(seen, 80, colour=False, unicode=True)
+    assert len(lines) == 2
+    assert "%" not in lines[0]
+    assert "7 good  3 failed  4 under way" in lines[1]
 
 
 def test_a_run_on_a_terminal_leaves_it_clean(tmp_path: Path) -> None:

@@ -30,20 +30,79 @@ def serve_test(
     url: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="URL", help="The server: http://127.0.0.1:8000, with /v1 or without.", show_default=False
+            metavar="URL",
+            help="The server: http://127.0.0.1:8000, with /v1 or without. Default: the one that answers on this machine.",
+            show_default=False,
         ),
     ] = None,
     model: Annotated[
         Optional[str],
-        typer.Option("--model", "-m", metavar="NAME", help="Default: the first that it serves.", show_default=False),
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            help="Default: the first that it serves. Of --launch: the .gguf file, folder or name to start it with.",
+            show_default=False,
+        ),
+    ] = None,
+    launch: Annotated[
+        Optional[str],
+        typer.Option(
+            "--launch",
+            metavar="ENGINE",
+            help="Start llama.cpp, vllm or transformers for the test; or a command line: 'llama-server -m X.gguf -np 4'.",
+            show_default=False,
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        Optional[str],
+        typer.Option(
+            "--start-timeout",
+            metavar="TIME",
+            help="It may take so long to be ready. Default: 15m.",
+            show_default=False,
+        ),
+    ] = None,
+    server_log: Annotated[
+        Optional[str],
+        typer.Option(
+            "--server-log",
+            metavar="FILE",
+            help="The log of the server's start, read for its KV cache; of --launch where it is written.",
+            show_default=False,
+        ),
+    ] = None,
+    size_model: Annotated[
+        Optional[str],
+        typer.Option(
+            "--size-model",
+            metavar="MODEL",
+            help="The model as kvctl size knows it, for what is predicted. Default: what it was started with, or its name.",
+            show_default=False,
+        ),
     ] = None,
     endpoint: Annotated[str, typer.Option("--endpoint", metavar="NAME", help="chat or completions.")] = "chat",
     input_tokens: Annotated[
-        str, typer.Option("--input-tokens", "-i", metavar="N", help="Tokens of each prompt, as the server counts them.")
-    ] = "512",
+        Optional[str],
+        typer.Option(
+            "--input-tokens",
+            "-i",
+            metavar="N",
+            help="Tokens of each prompt, as the server counts them: 512, 200-800, normal:512:64, lognormal:512:0.8, "
+            "512:70+4k:30. Default: 512.",
+            show_default=False,
+        ),
+    ] = None,
     output_tokens: Annotated[
-        str, typer.Option("--output-tokens", "-o", metavar="N", help="Tokens of each answer.")
-    ] = "128",
+        Optional[str],
+        typer.Option(
+            "--output-tokens",
+            "-o",
+            metavar="N",
+            help="Tokens of each answer, likewise. Default: 128.",
+            show_default=False,
+        ),
+    ] = None,
     shared_prefix: Annotated[
         Optional[str],
         typer.Option(
@@ -55,6 +114,72 @@ def serve_test(
     ] = None,
     groups: Annotated[
         Optional[int], typer.Option("--groups", metavar="N", help="Such beginnings. Default: 1.", show_default=False)
+    ] = None,
+    order: Annotated[
+        Optional[str],
+        typer.Option(
+            "--order",
+            metavar="NAME",
+            help="Of groups: random, or round (one after the other). Default: random.",
+            show_default=False,
+        ),
+    ] = None,
+    turns: Annotated[
+        Optional[int],
+        typer.Option(
+            "--turns",
+            metavar="N",
+            help="Conversations of so many requests, each with all that was said before.",
+            show_default=False,
+        ),
+    ] = None,
+    turn_tokens: Annotated[
+        Optional[str],
+        typer.Option(
+            "--turn-tokens",
+            metavar="N",
+            help="That the user adds in each turn after the first. Default: 64.",
+            show_default=False,
+        ),
+    ] = None,
+    think: Annotated[
+        Optional[str],
+        typer.Option(
+            "--think", metavar="TIME", help="Between an answer and the next turn. Default: none.", show_default=False
+        ),
+    ] = None,
+    tools: Annotated[
+        Optional[int],
+        typer.Option(
+            "--tools",
+            metavar="N",
+            help="Definitions of tools in every request; with --turns an agent's loop.",
+            show_default=False,
+        ),
+    ] = None,
+    trace: Annotated[
+        Optional[str],
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Replay a trace's lengths, shared beginnings and times (Mooncake, Qwen-Bailian, logs of requests).",
+            show_default=False,
+        ),
+    ] = None,
+    speed: Annotated[
+        Optional[float],
+        typer.Option(
+            "--speed", metavar="X", help="Times as fast as the trace's requests came. Default: 1.", show_default=False
+        ),
+    ] = None,
+    prompts: Annotated[
+        Optional[str],
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="Send prompts of a file: JSON lines with prompt or messages, ShareGPT, or plain lines.",
+            show_default=False,
+        ),
     ] = None,
     concurrency: Annotated[
         Optional[str],
@@ -72,10 +197,26 @@ def serve_test(
             "--rate",
             "-r",
             metavar="N",
-            help="Requests a second instead, whatever becomes of those before; several: 1,2,4.",
+            help="Requests a second instead, whatever becomes of those before; several: 1,2,4; rising over "
+            "--duration: 1..10.",
             show_default=False,
         ),
     ] = None,
+    sweep: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--sweep",
+            metavar="NAME=LIST",
+            help="A load for each value: concurrency=1,2,4 or input-tokens=1k,4k,16k. Repeatable: all combinations.",
+            show_default=False,
+        ),
+    ] = None,
+    reset_cache: Annotated[
+        bool,
+        typer.Option(
+            "--reset-cache", help="Have the server empty its prefix cache before each load (vLLM, SGLang, llama.cpp)."
+        ),
+    ] = False,
     find_limit: Annotated[
         bool,
         typer.Option(
@@ -124,6 +265,12 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    retry: Annotated[
+        int,
+        typer.Option(
+            "--retry", metavar="N", help="Send a request that is turned away (429, 503) again, when the server says."
+        ),
+    ] = 0,
     max_error_rate: Annotated[
         float, typer.Option("--max-error-rate", metavar="PERCENT", help="Give a load up where more requests fail.")
     ] = 5.0,
@@ -155,6 +302,12 @@ def serve_test(
         Optional[str], typer.Option("--ca", metavar="FILE", help="Certificates to trust, in PEM.", show_default=False)
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Trust any certificate.")] = False,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes", metavar="N", help="Of this client, which share each load: where one takes in too little."
+        ),
+    ] = 1,
     seed: Annotated[
         Optional[int],
         typer.Option(
@@ -237,18 +390,23 @@ def serve_test(
       kvctl serve-test http://127.0.0.1:8000 --concurrency 1,4,16
       kvctl serve-test http://127.0.0.1:8000 -i 4k -o 256 --rate 2 --duration 60s --slo ttft=2s,tpot=60ms,p95
       kvctl serve-test http://127.0.0.1:8000 -i 2k --shared-prefix 1k --groups 4 -c 8
+      kvctl serve-test http://127.0.0.1:8000 --sweep input-tokens=1k,8k,32k --sweep concurrency=1,8
+      kvctl serve-test http://127.0.0.1:8000 --turns 6 --turn-tokens 100-400 --think 2s -c 32
+      kvctl serve-test http://127.0.0.1:8000 --trace mooncake.jsonl --speed 2 --duration 10m
       kvctl serve-test http://127.0.0.1:8000 --find-limit --slo tpot=50ms,p95
       kvctl serve-test http://127.0.0.1:8000 -c 8 -n 600 --save today.json --compare main.json --fail-on ttft_p99:+5%
       kvctl serve-test --from today.json --report today.html
+      kvctl serve-test --launch llama.cpp --model model-Q4_1.gguf -c 4
+      kvctl serve-test --launch "vllm serve ./model --max-model-len 2048" --find-limit
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
-    from kvctl import options, options_serve, output_profile, output_serve, signals
+    from kvctl import options, options_launch, options_serve, output_profile, output_serve, signals
     from kvctl.errors import UsageError
 
     form = options.read_output_format(format_, json_)
     if calibrate:
-        if url is not None:
+        if url is not None or launch is not None:
             raise UsageError("--calibrate brings its own server", hint="kvctl serve-test --calibrate")
         from kvctl.loadtest import calibrate as own
 
@@ -266,14 +424,21 @@ def serve_test(
     if from_ is not None:
         found = options_serve.read_saved(from_, options_serve.given(context, _OF_SAVED))
     else:
-        if url is None:
-            raise UsageError("no server is named", hint="kvctl serve-test http://127.0.0.1:8000")
-        plan = options_serve.read_plan(
-            url, model=model, endpoint=endpoint, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency, rate=rate,
-            burstiness=burstiness, requests=requests, duration=duration, warmup=warmup, slo=slo, headers=header or [], api_key_env=api_key_env,
-            extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate,
-            shared_prefix=shared_prefix, groups=groups, find_limit=find_limit,
+        aim = options_launch.read_aim(
+            url, launch, model, server_log=server_log, start_timeout=start_timeout, dry_run=dry_run
+        )
+        load = options_serve.Load(
+            input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, turns=turns,
+            turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
+            burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
         )  # fmt: skip
+        plan = options_serve.read_plan(
+            aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
+            extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache, processes=processes,
+        )  # fmt: skip
+        plan = plan.replace(
+            sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes
+        )
         if earlier is not None and compare is not None:
             from kvctl.loadtest.compare import check_plan
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvctl.loadtest.target import Place
 from kvctl.record import Record
 
@@ -18,6 +20,10 @@ _FULL_LENGTH: Mapping[str, Mapping[str, Any]] = {
 }
 """What has an engine write as many tokens as it may (vLLM protocol.py, SGLang protocol.py, llama.cpp tools/server/README.md,
 TensorRT-LLM openai_protocol.py). Others have no such word: their answers may be shorter, which is counted."""
+
+
+COUNT_EACH = ("vllm", "sglang")
+"""Engines that count tokens in every event when asked (stream_options.continuous_usage_stats)."""
 
 
 class Wire(Record):
@@ -35,6 +41,8 @@ class Wire(Record):
     """Whether as many tokens are wanted as are allowed."""
     usage: bool = True
     """Whether the server is asked to count tokens at the end of a stream; some refuse the question."""
+    each: bool = False
+    """Whether it is asked to count them in every event: where events carry several."""
 
     @property
     def lengthens(self) -> bool:
@@ -51,7 +59,7 @@ class Wire(Record):
         else:
             out["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
         if stream and self.usage:
-            out["stream_options"] = {"include_usage": True}
+            out["stream_options"] = {"include_usage": True} | ({"continuous_usage_stats": True} if self.each else {})
         if self.lengthens:
             out.update(_FULL_LENGTH[self.engine])
         out.update(self.extra)
@@ -59,12 +67,15 @@ class Wire(Record):
 
     def request(self, body: Mapping[str, Any]) -> bytes:
         """Head and body."""
-        data = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        try:
+            data = msgspec.json.encode(body)
+        except UnicodeEncodeError:  # half of a pair, in a prompt of a file
+            data = json.dumps(body, separators=(",", ":")).encode()
         place = self.place
         name = f"[{place.name}]" if ":" in place.name else place.name
         head = [
             f"POST {place.base}{self.path} HTTP/1.1", f"Host: {name}:{place.port}", "Content-Type: application/json",
-            "Accept: text/event-stream", f"Content-Length: {len(data)}",
+            "Accept: text/event-stream", "Accept-Encoding: identity", f"Content-Length: {len(data)}",
             *(f"{key}: {value}" for key, value in self.headers.items()),
         ]  # fmt: skip
         return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + data

@@ -14,9 +14,10 @@ from typing import Any
 
 from kvctl.errors import KvctlError
 from kvctl.files import cache_folder, write_whole
+from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import Closed, Length
-from kvctl.loadtest.loop import Address, Loop
+from kvctl.loadtest.load import Ask, Closed, Length
+from kvctl.loadtest.loop import Loop
 from kvctl.measure.child import child
 from kvctl.measure.statistics import quantile
 from kvctl.record import Record
@@ -108,13 +109,13 @@ def _run(argv: Sequence[str], at_once: int, count: int, *, keep: bool) -> tuple[
         body = b'{"stream":true}'
         data = b"POST /v1/chat/completions HTTP/1.1\r\nHost: fake\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         done: list[Exchange] = []
-        source = _Kept(at_once, lambda number: data, Length(requests=count), done.append)
+        source = _Kept(at_once, lambda number: Ask(data), Length(requests=count), done.append)
         source.keep = keep
         loop = Loop(Address(socket.AF_INET, "127.0.0.1", int(said), "127.0.0.1"))
         try:
             loop.open(at_once)
             time.sleep(0.05)  # the kernel begins to stamp a moment after it is asked
-            from kvctl.loadtest.run import undisturbed
+            from kvctl.loadtest.drive import undisturbed
 
             with undisturbed():
                 began, cpu = time.monotonic(), time.thread_time()

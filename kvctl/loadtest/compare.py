@@ -7,16 +7,19 @@ Output tokens a second are cut into pieces of equal length, and the pieces' mean
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvctl.errors import UsageError
 from kvctl.loadtest.figures import SHOWN, TIMES
 from kvctl.loadtest.histogram import Percentile, told_of
+from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.report import ServeReport, settings_of
-from kvctl.loadtest.run import Outcome, Plan
+from kvctl.loadtest.run import Outcome
 from kvctl.measure.statistics import Ratio, Sample, ratio
 from kvctl.record import Record
 
@@ -27,10 +30,12 @@ NOTE = (
 )
 RATE = "output_tokens"
 _PIECES = 10
+_MOST_NAMED = 8
+"""Loads that an error lists."""
 _SHOWN = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "e2e_p50", "e2e_p99", RATE)
 _CHANGE = re.compile(r"([+-]?)(\d+(?:\.\d+)?)%", re.ASCII)
-_NOT_OF_THE_LOAD = ("requests", "seconds", "warm_up", "seed", "max_error_percent", "objective", "steps")
-"""Settings with which two runs may differ and still have sent the same kind of requests."""
+_LISTED = ("requests", "seconds", "warm_up", "retries", "processes", "reset_cache", "launch", "objective")
+"""Settings with which two runs may differ and still have sent the same kind of requests, which is said."""
 
 BETTER, WORSE, SAME = "better", "worse", "same within noise"
 UNTOLD, SHORT, MISSING = "too few requests", "too short", "not measured"
@@ -210,14 +215,18 @@ def check_plan(plan: Plan, earlier: ServeReport, name: str, gates: Sequence[Gate
         UsageError: the two have no load in common, or too few requests for a gate.
 
     """
-    _check_settings(settings_of(earlier.plan), settings_of(plan), name)
     if plan.limit:  # which loads there will be is not known
+        works = [_asked(one.step)["work"] for one in earlier.outcomes]
+        if not any(_asked(step)["work"] in works for step in plan.steps):
+            raise _nothing(earlier, plan.steps, name, _asked)
         return
-    steps = [one.step for one in earlier.outcomes if one.step in plan.steps]
-    if not steps:
-        raise _nothing([one.step.words for one in earlier.outcomes], [one.words for one in plan.steps], name)
+    asked = [_asked(step) for step in plan.steps]
+    both = [one for one in earlier.outcomes if _asked(one.step) in asked]
+    if not both:
+        raise _nothing(earlier, plan.steps, name, _asked)
+    steps = [one.step for one in both]
     for gate in gates:
-        counts = [one.figures.good for one in earlier.outcomes if one.step in steps]
+        counts = [one.figures.good for one in both]
         if min(counts) < gate.needs():
             raise UsageError(f"--fail-on {gate.words}: {name} has a load of {min(counts):,} good requests, and it takes {gate.needs():,} to tell",
                              hint="a baseline of more --requests, or a lower percentile")  # fmt: skip
@@ -235,35 +244,56 @@ def compare(report: ServeReport, earlier: ServeReport, name: str, gates: Sequenc
         UsageError: there are none.
 
     """
-    _check_settings(settings_of(earlier.plan), settings_of(report.plan), name)
-    before = dict(zip(earlier.names, earlier.outcomes, strict=True))
-    now = dict(zip(report.names, report.outcomes, strict=True))
-    both = [load for load in now if load in before and before[load].step == now[load].step]
+    before, now = _keyed(earlier), _keyed(report)
+    both = [key for key in now if key in before]
     if not both:
-        raise _nothing(list(before), list(now), name)
-    loads = tuple(_matched(load, before[load], now[load], gates) for load in both)
-    only = [f"{load}: only in {name}" for load in before if load not in both]
-    only += [f"{load}: only in this run" for load in now if load not in both]
+        raise _nothing(earlier, [one.step for one in report.outcomes], name, lambda step: step.kind)
+    loads = tuple(_matched(now[key][0], before[key][1], now[key][1], gates) for key in both)
+    only = [f"{load}: only in {name}" for key, (load, _) in before.items() if key not in both]
+    only += [f"{load}: only in this run" for key, (load, _) in now.items() if key not in both]
     return Comparison(name, loads, tuple(_differences(earlier, report)), tuple(only))
 
 
-def _nothing(before: Sequence[str], now: Sequence[str], name: str) -> UsageError:
-    return UsageError(f"nothing to compare: {name} has {', '.join(before) or 'no loads'}, and this run {', '.join(now) or 'none'}",
+def _keyed(report: ServeReport) -> dict[tuple[str, int], tuple[str, Outcome]]:
+    """Loads with their names, by what was sent, and the how manyth of the same it is."""
+    out: dict[tuple[str, int], tuple[str, Outcome]] = {}
+    seen: Counter[str] = Counter()
+    for name, one in zip(report.names, report.outcomes, strict=True):
+        kind = json.dumps(one.step.kind, sort_keys=True)
+        seen[kind] += 1
+        out[kind, seen[kind]] = name, one
+    return out
+
+
+def _asked(step: Step) -> dict[str, Any]:
+    """What is to be sent, of a trace all of it: which of its requests the server takes is not known before it was looked at."""
+    work = step.work.to_dict()
+    if "left_out" in work:
+        work |= {"requests": work["requests"] + work["left_out"], "left_out": 0}
+    return step.kind | {"work": work}
+
+
+def _nothing(
+    earlier: ServeReport, now: Sequence[Step], name: str, kind: Callable[[Step], Mapping[str, Any]]
+) -> UsageError:
+    """Why no two loads are of a kind: the requests that each sends, or, where these are the same, their pace."""
+    before = [one.step for one in earlier.outcomes]
+    works = [kind(step)["work"] for step in before]
+    if before and now and not any(kind(step)["work"] in works for step in now):
+        there, here = (_listed([step.work.words for step in steps]) for steps in (before, now))
+        if there == here:
+            differ = [what for what, value in kind(now[0])["work"].items() if works[0].get(what) != value]
+            here += f" ({', '.join(differ)} differ)"
+        return UsageError(f"{name} is of other requests: {there} there and {here} here", hint="compare runs of the same workload")  # fmt: skip
+    there, here = (_listed([step.words for step in steps]) for steps in (before, now))
+    return UsageError(f"nothing to compare: {name} has {there or 'no loads'}, and this run {here or 'none'}",
                       hint="loads are compared that have the same --concurrency or --rate")  # fmt: skip
 
 
-def _check_settings(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
-    differ = [
-        f"{what.replace('_', ' ')} {_said(before.get(what))} there and {_said(now.get(what))} here"
-        for what in dict.fromkeys((*before, *now))
-        if what not in _NOT_OF_THE_LOAD and before.get(what) != now.get(what)
-    ]
-    if differ:
-        raise UsageError(f"{name} is of other requests: {'; '.join(differ)}", hint="compare runs of the same workload")
-
-
-def _said(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def _listed(words: Sequence[str]) -> str:
+    """Each once, and not too many."""
+    once = list(dict.fromkeys(words))
+    return ", ".join(once[:_MOST_NAMED]) + (", …" if len(once) > _MOST_NAMED else "")
 
 
 _FACTS = ("engine", "version", "model", "context", "slots", "tokens_counted_by")
@@ -279,7 +309,7 @@ def _differences(before: ServeReport, now: ServeReport) -> list[tuple[str, Any, 
         return {
             **{f"server {name.replace('_', ' ')}": server.get(name) for name in _FACTS},
             **{f"server {name}": value for name, value in dict(server.get("facts") or {}).items()},
-            "endpoint": plan.path, **{name.replace("_", " "): settings[name] for name in ("objective", "warm_up")},
+            "endpoint": plan.path, **{name.replace("_", " "): settings[name] for name in _LISTED},
             "kvctl": report.version, "client's kernel": environment.get("kernel"), "client's Python": environment.get("python"),
             "client's processor": cpu.get("model") if isinstance(cpu, Mapping) else None, "interrupted": report.interrupted,
         }  # fmt: skip
@@ -344,7 +374,7 @@ def _rates(before: Outcome, now: Outcome) -> Ratio | None:
 
 
 def _pieces(outcome: Outcome) -> Sample | None:
-    """Means of pieces of whole seconds, of equal length; None where there are too few seconds, or a piece without an event."""
+    """Means of pieces of whole slices of time, of equal length; None where there are too few slices, or a piece without an event."""
     events = outcome.whole_events
     each = len(events) // _PIECES
     if not each:

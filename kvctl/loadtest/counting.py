@@ -32,16 +32,22 @@ def counter(client: Client, wire: Wire) -> tuple[Count, str]:
 def _tokenize(client: Client, wire: Wire) -> Count:
     def count(text: str) -> int:
         asked: dict[str, Any] = {"model": wire.model}
-        asked |= {"messages": [{"role": "user", "content": text}]} if wire.path == CHAT else {"prompt": text}
+        asked |= _messages(text, wire) if wire.path == CHAT else {"prompt": text}
         return _number(client, "/tokenize", asked, "count")
 
     return count
 
 
+def _messages(text: str, wire: Wire) -> dict[str, Any]:
+    """What a template makes a prompt of."""
+    out: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    return out | ({"tools": wire.extra["tools"]} if wire.extra.get("tools") else {})
+
+
 def _llama_cpp(client: Client, wire: Wire) -> Count:
     def count(text: str) -> int:
         if wire.path == CHAT:
-            found = client.post("/apply-template", {"messages": [{"role": "user", "content": text}]})
+            found = client.post("/apply-template", _messages(text, wire))
             text = _object(found, "/apply-template").get("prompt", "")
         answer = _object(
             client.post("/tokenize", {"content": text, "add_special": True, "parse_special": True}), "/tokenize"

@@ -6,14 +6,17 @@ once more in the general way. Everything that a model wrote counts as output: te
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import msgspec
 
-from kvctl.record import Record
-
 DONE = b"[DONE]"
+_FAILED = ("abort", "error")
+"""Reasons to stop that are failures of the server (SGLang and vLLM end streams with them after a 200)."""
+_MOST = 2**53
+"""No count of tokens: what is more, or less than 0, is not believed."""
 
 
 class _Function(msgspec.Struct):
@@ -23,6 +26,8 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     function: _Function | None = None
+    index: int = 0
+    id: str | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -66,7 +71,7 @@ class _Event(msgspec.Struct):
 _DECODE = msgspec.json.Decoder(_Event).decode
 
 
-class Usage(Record):
+class Usage(msgspec.Struct, frozen=True):
     """Tokens as the server counts them; None for what it does not say."""
 
     prompt: int | None
@@ -74,6 +79,19 @@ class Usage(Record):
     cached: int | None
     """Of the prompt, those that were in its cache."""
     reasoning: int | None = None
+
+
+class Called(msgspec.Struct, frozen=True):
+    """A call of a tool, or a piece of one."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def joined(self, more: Called) -> Called:
+        """With a later piece of it."""
+        return Called(self.index, self.id or more.id, self.name + more.name, self.arguments + more.arguments)
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -92,6 +110,10 @@ class Said(msgspec.Struct, frozen=True):
     """The mark that ends a stream."""
     text: str = ""
     """What the model wrote: the answer, of the first choice."""
+    calls: tuple[Called, ...] = ()
+    """Of tools, by the first choice."""
+    last: bool = False
+    """Whether it is usage alone, without a choice, with which servers end a stream."""
 
 
 class NoEventError(Exception):
@@ -117,15 +139,14 @@ def read(data: bytes) -> Said:
         return _loosely(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise NoEventError(f"no JSON: {data[:60]!r}") from None
-    if event.error is not None and bytes(event.error) != b"null":
-        return Said(error=_words(json.loads(bytes(event.error))))
-    if event.object == "error":
-        return Said(error=_words(json.loads(data)))
+    if event.object == "error" or (event.error is not None and bytes(event.error) != b"null"):
+        return _loosely(data)
     usage = None if event.usage is None else _usage(event.usage)
     if not event.choices:
-        return _NOTHING if usage is None else Said(usage=usage)
+        return _NOTHING if usage is None else Said(usage=usage, last=True)
     answer = reasoning = False
     finish, text = None, ""
+    calls: tuple[Called, ...] = ()
     for choice in event.choices:
         finish = finish or choice.finish_reason
         delta = choice.delta
@@ -135,12 +156,24 @@ def read(data: bytes) -> Said:
             )
             reasoning = reasoning or bool(delta.reasoning_content or delta.reasoning)
             own = delta.content
+            if delta.tool_calls and choice.index == 0:
+                calls = tuple(map(_called, delta.tool_calls))
         else:
             own = choice.text
             answer = answer or bool(own)
         if own and choice.index == 0:
             text = own
-    return Said(answer, reasoning, finish, usage, text=text)
+    return Said(answer, reasoning, finish, usage, _stopped(finish), text=text, calls=calls)
+
+
+def _stopped(finish: str | None) -> str | None:
+    """In words, where a model stopped for a failure."""
+    return f"it stopped with finish_reason {finish}" if finish in _FAILED else None
+
+
+def _called(call: _Call) -> Called:
+    function = call.function or _Function()
+    return Called(call.index, call.id or "", function.name or "", function.arguments or "")
 
 
 def _speaks(call: _Call) -> bool:
@@ -150,11 +183,19 @@ def _speaks(call: _Call) -> bool:
 
 def _usage(found: _Usage) -> Usage | None:
     """None of one in which nothing is said."""
-    if found.prompt_tokens is None and found.completion_tokens is None:
+    prompt, completion = _count(found.prompt_tokens), _count(found.completion_tokens)
+    if prompt is None and completion is None:
         return None
-    cached = None if found.prompt_tokens_details is None else found.prompt_tokens_details.cached_tokens
+    cached = None if found.prompt_tokens_details is None else _count(found.prompt_tokens_details.cached_tokens)
     thought = None if found.completion_tokens_details is None else found.completion_tokens_details.reasoning_tokens
-    return Usage(found.prompt_tokens, found.completion_tokens, cached, thought)
+    return Usage(prompt, completion, cached, _count(thought))
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens; None of what is none: text, true, -1, 1e999."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
+        return None
+    return int(value)
 
 
 def _words(error: Any) -> str:
@@ -163,7 +204,11 @@ def _words(error: Any) -> str:
         error = error["error"]
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error.get("type") or error
-    return " ".join(str(error).split())[:500] or "an error without words"
+    with contextlib.suppress(
+        RecursionError, ValueError
+    ):  # of what is nested without end, or a number of thousands of digits
+        return " ".join(str(error).split())[:500] or "an error without words"
+    return "an error that cannot be shown"
 
 
 def _loosely(data: bytes) -> Said:
@@ -174,7 +219,7 @@ def _loosely(data: bytes) -> Said:
         raise NoEventError(f"no JSON: {data[:60]!r}") from None
     if not isinstance(event, dict):
         raise NoEventError(f"no JSON object: {data[:60]!r}")
-    if event.get("error") is not None or event.get("object") == "error":
+    if event.get("error") or event.get("object") == "error":
         return Said(error=_words(event.get("error") or event))
     answer = reasoning = False
     finish, text = None, ""
@@ -184,12 +229,14 @@ def _loosely(data: bytes) -> Said:
             continue
         delta = choice.get("delta")
         said = delta if isinstance(delta, dict) else {"content": choice.get("text")}
-        finish = finish or (str(choice["finish_reason"]) if choice.get("finish_reason") is not None else None)
+        reason = choice.get("finish_reason")
+        finish = finish or (None if reason is None else _words(reason)[:60])
         own = _text(said.get("content"))
         answer = answer or bool(own or said.get("tool_calls") or said.get("refusal"))
         reasoning = reasoning or bool(_text(said.get("reasoning_content")) or _text(said.get("reasoning")))
         text = text or own
-    return Said(answer, reasoning, finish, _loose_usage(event.get("usage")), text=text)
+    usage = _loose_usage(event.get("usage"))
+    return Said(answer, reasoning, finish, usage, _stopped(finish), text=text, last=usage is not None and not choices)
 
 
 def _text(content: Any) -> str:
@@ -197,7 +244,8 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
     return ""
 
 
@@ -206,8 +254,7 @@ def _loose_usage(found: Any) -> Usage | None:
         return None
 
     def count(holder: Any, name: str) -> int | None:
-        value = holder.get(name) if isinstance(holder, dict) else None
-        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+        return _count(holder.get(name)) if isinstance(holder, dict) else None
 
     prompt, completion = count(found, "prompt_tokens"), count(found, "completion_tokens")
     if prompt is None and completion is None:

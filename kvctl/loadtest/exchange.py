@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from kvctl.loadtest.deltas import Usage
+from kvctl.loadtest.deltas import Called, Said, Usage
 
 
 class Fault:
@@ -34,6 +34,30 @@ class Fault:
         return f"Fault({self.kind!r}, {self.message!r})"
 
 
+class Wrote:
+    """What a model wrote, of an exchange whose answer goes into the next request."""
+
+    __slots__ = ("calls", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.calls: dict[int, Called] = {}
+        """Calls of tools, by their index."""
+
+    def add(self, said: Said) -> None:
+        """One event more."""
+        if said.text:
+            self.parts.append(said.text)
+        for call in said.calls:
+            before = self.calls.get(call.index)
+            self.calls[call.index] = call if before is None else before.joined(call)
+
+    @property
+    def text(self) -> str:
+        """The answer, of the first choice."""
+        return "".join(self.parts)
+
+
 class Exchange:
     """A request (the bytes that are sent, head and body), and its answer as far as it has come."""
 
@@ -42,6 +66,7 @@ class Exchange:
         "bundled",
         "bytes_in",
         "connect_ns",
+        "counts",
         "data",
         "ended",
         "events",
@@ -59,6 +84,7 @@ class Exchange:
         "status",
         "terminal",
         "usage",
+        "wrote",
     )  # fmt: skip
 
     def __init__(self, data: bytes, scheduled: int, key: object = None) -> None:
@@ -73,6 +99,8 @@ class Exchange:
         """Of the answer, of its head as a rule."""
         self.stamps = array("q")
         """When each event with output came."""
+        self.counts = array("q")
+        """Output tokens so far, of events with output whose usage says it."""
         self.answer_at = 0
         """When the first came that was no reasoning; 0 where none did."""
         self.ended = 0
@@ -94,6 +122,8 @@ class Exchange:
         """Whether all stamps are the kernel's."""
         self.events: list[bytes] | None = None
         """The data of events, where they are kept: a list is put here before it is sent."""
+        self.wrote: Wrote | None = None
+        """What the model wrote, where it is kept: one is put here before it is sent."""
         self.said: list[str] = []
         """The beginning of what a server says with another status than 200."""
 

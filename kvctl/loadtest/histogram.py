@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
+from operator import mul
 
 from kvctl.record import Record
 
@@ -13,6 +14,7 @@ _BITS = 10
 """Of a value, those that are kept: buckets are a thousandth of their values wide at most."""
 _Z95 = 1.959963984540054
 _BUCKET = re.compile(r"(\d{1,19})(?:\*([1-9]\d{0,18}))?", re.ASCII)
+_SUMS = re.compile(r"(\d{1,40}) (\d{1,60})", re.ASCII)
 
 
 class Percentile(Record):
@@ -34,22 +36,41 @@ class Histogram:
         self._counts: dict[int, int] = {}
         self.count = self.total = self.squares = self.largest = 0
         self.smallest: int | None = None
-        for value in values:
-            self.add(value)
+        self.extend(list(values))
 
-    def add(self, value: int) -> None:
-        """One more; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
+    def add(self, value: int, times: int = 1) -> None:
+        """One more, or several; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
         value = max(value, 0)
         shift = value.bit_length() - _BITS
         key = value if shift <= 0 else (shift << _BITS) + (value >> shift)  # as _key has it, without the call
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self.count += 1
-        self.total += value
-        self.squares += value * value
+        self._counts[key] = self._counts.get(key, 0) + times
+        self.count += times
+        self.total += value * times
+        self.squares += value * value * times
         if value > self.largest:
             self.largest = value
         if self.smallest is None or value < self.smallest:
             self.smallest = value
+
+    def extend(self, values: Sequence[int], *others: Histogram) -> None:
+        """Several at once, to others too: an answer's gaps come while the next answers wait."""
+        if not values:
+            return
+        values = values if min(values) >= 0 else [max(value, 0) for value in values]
+        keys = [
+            value if (shift := value.bit_length() - _BITS) <= 0 else (shift << _BITS) + (value >> shift)
+            for value in values
+        ]
+        total, squares, least, most = sum(values), sum(map(mul, values, values)), min(values), max(values)
+        for one in (self, *others):
+            counts = one._counts
+            for key in keys:
+                counts[key] = counts.get(key, 0) + 1
+            one.count += len(keys)
+            one.total += total
+            one.squares += squares
+            one.largest = max(one.largest, most)
+            one.smallest = least if one.smallest is None else min(one.smallest, least)
 
     def join(self, other: Histogram) -> None:
         """Add all of another."""
@@ -117,9 +138,14 @@ class Histogram:
             for key in sorted(self._counts)
         )
 
+    @property
+    def sums(self) -> str:
+        """Of all values, and of their squares: exact, as `text` is not."""
+        return f"{self.total} {self.squares}"
+
     @classmethod
-    def of_text(cls, text: str, mean: float, deviation: float, smallest: int, largest: int) -> Histogram:
-        """Of what `text` says, with what it does not: the same buckets, and the mean as exactly as it was written.
+    def of_text(cls, text: str, sums: str, smallest: int, largest: int) -> Histogram:
+        """The same again.
 
         Raises:
             ValueError: it is no such text, or the rest does not go with it.
@@ -136,10 +162,15 @@ class Histogram:
         if not found.count or _key(smallest) != min(found._counts) or _key(largest) != max(found._counts):
             raise ValueError("the least and the most are not in its buckets")
         found.smallest, found.largest = smallest, largest
-        found.total = round(mean * found.count)
-        # In whole numbers, as `deviation` takes them apart; rounded up, so that no difference is less than nothing.
-        spread = round(deviation**2 * found.count * (found.count - 1))
-        found.squares = -(-(found.total**2 + spread) // found.count)
+        both = _SUMS.fullmatch(sums)
+        if both is None:
+            raise ValueError(f"{sums[:40]!r} are no sums")
+        found.total, found.squares = int(both[1]), int(both[2])
+        # By Cauchy and Schwarz; below it there is no deviation.
+        if not smallest * found.count <= found.total <= largest * found.count or (
+            found.total**2 > found.squares * found.count
+        ):
+            raise ValueError("its sums are of other values")
         return found
 
     def _at(self, ranks: list[int]) -> list[float]:

@@ -20,7 +20,7 @@ class ProtocolError(Exception):
 class Response:
     """A response to a request with a body or without (not to HEAD); `feed` it until `done`."""
 
-    __slots__ = ("_buffer", "_left", "_read", "_trailers", "done", "headers", "keeps", "status")
+    __slots__ = ("_at", "_buffer", "_left", "_read", "_trailers", "done", "headers", "keeps", "status")
 
     def __init__(self) -> None:
         self.status = 0
@@ -31,6 +31,8 @@ class Response:
         self.keeps = False
         """Whether the connection can be used again."""
         self._buffer = b""
+        self._at = 0
+        """What is before this was read: pieces are not cut off one by one, of which a read can hold tens of thousands."""
         self._left = 0
         self._trailers = 0
         self._read = self._head
@@ -53,6 +55,7 @@ class Response:
         self._buffer += data
         while not self.done and self._read(out):
             pass
+        self._buffer, self._at = self._buffer[self._at :], 0
         if self.done and self._buffer:
             raise ProtocolError(f"{len(self._buffer)} bytes come after the end of the response")
         return out
@@ -67,15 +70,16 @@ class Response:
 
     def _head(self, out: list[bytes]) -> bool:
         buffer = self._buffer
-        end, after = _head_end(buffer)
+        end, after = _head_end(buffer, self._at)
         if end < 0:
-            if len(buffer) > _HEAD:
+            if len(buffer) - self._at > _HEAD:
                 raise ProtocolError(f"its headers have more than {_HEAD // 1024} KiB")
-            if buffer and not b"HTTP/1.".startswith(buffer[:7]):
-                raise ProtocolError(f"it does not answer in HTTP/1.1: {_shown(buffer)}")
+            begun = buffer[self._at : self._at + 7]
+            if not b"HTTP/1.".startswith(begun):
+                raise ProtocolError(f"it does not answer in HTTP/1.1: {_shown(buffer[self._at :])}")
             return False
-        self._buffer = buffer[after:]
-        lines = buffer[:end].replace(b"\r\n", b"\n").split(b"\n")
+        lines = buffer[self._at : end].replace(b"\r\n", b"\n").split(b"\n")
+        self._at = after
         status = _status(lines[0])
         if 100 <= status < 200 and status != 101:
             return True  # the answer is still to come
@@ -108,18 +112,22 @@ class Response:
             self._read = self._until_close
 
     def _of_length(self, out: list[bytes]) -> bool:
-        part = self._buffer[: self._left]
-        self._buffer = self._buffer[self._left :]
-        self._left -= len(part)
+        self._part(out)
         self.done = self._left == 0
-        if part:
-            out.append(part)
         return False
 
+    def _part(self, out: list[bytes]) -> None:
+        """As much as is there of what is left of a body, or of a chunk."""
+        part = self._buffer[self._at : self._at + self._left]
+        self._at += len(part)
+        self._left -= len(part)
+        if part:
+            out.append(part)
+
     def _until_close(self, out: list[bytes]) -> bool:
-        if self._buffer:
-            out.append(self._buffer)
-            self._buffer = b""
+        if part := self._buffer[self._at :]:
+            out.append(part)
+            self._at = len(self._buffer)
         return False
 
     def _size(self, out: list[bytes]) -> bool:
@@ -134,26 +142,22 @@ class Response:
         return True
 
     def _chunk(self, out: list[bytes]) -> bool:
-        part = self._buffer[: self._left]
-        self._buffer = self._buffer[self._left :]
-        self._left -= len(part)
-        if part:
-            out.append(part)
+        self._part(out)
         if self._left:
             return False
         self._read = self._chunk_end
         return True
 
     def _chunk_end(self, out: list[bytes]) -> bool:
-        buffer = self._buffer
-        if buffer.startswith(b"\n"):
-            self._buffer = buffer[1:]
-        elif buffer.startswith(b"\r\n"):
-            self._buffer = buffer[2:]
-        elif buffer in (b"", b"\r"):
+        end = self._buffer[self._at : self._at + 2]
+        if end.startswith(b"\n"):
+            self._at += 1
+        elif end == b"\r\n":
+            self._at += 2
+        elif end in (b"", b"\r"):
             return False
         else:
-            raise ProtocolError(f"a chunk is longer than it says: {_shown(buffer)}")
+            raise ProtocolError(f"a chunk is longer than it says: {_shown(self._buffer[self._at :])}")
         self._read = self._size
         return True
 
@@ -169,18 +173,19 @@ class Response:
 
     def _line(self) -> bytes | None:
         """The next line without its end; None where it is not there yet."""
-        end = self._buffer.find(b"\n")
+        at = self._at
+        end = self._buffer.find(b"\n", at)
         if end < 0:
-            if len(self._buffer) > _LINE:
-                raise ProtocolError(f"no size of a chunk is so long: {_shown(self._buffer)}")
+            if len(self._buffer) - at > _LINE:
+                raise ProtocolError(f"no size of a chunk is so long: {_shown(self._buffer[at:])}")
             return None
-        line, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
-        return line.removesuffix(b"\r")
+        self._at = end + 1
+        return self._buffer[at:end].removesuffix(b"\r")
 
 
-def _head_end(buffer: bytes) -> tuple[int, int]:
+def _head_end(buffer: bytes, start: int) -> tuple[int, int]:
     """Where the head ends, and what comes after it begins; -1 where that is not there yet."""
-    places = [(at, at + len(mark)) for mark in (b"\r\n\r\n", b"\n\n") if (at := buffer.find(mark)) >= 0]
+    places = [(at, at + len(mark)) for mark in (b"\r\n\r\n", b"\n\n") if (at := buffer.find(mark, start)) >= 0]
     return min(places, default=(-1, -1))
 
 

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+from kvctl.loadtest import remarks
 from kvctl.loadtest.compare import Comparison, words
 from kvctl.loadtest.report import ServeReport, missed
 from kvctl.loadtest.run import Outcome
@@ -25,6 +26,8 @@ def junit(report: ServeReport, comparison: Comparison | None) -> bytes:
         suite.load(name, one)
         if report.plan.slo is not None and not report.plan.limit:
             suite.objective(name, one)
+        if remarks.held_against_design(one) is not None and not report.plan.limit:
+            suite.design(name, one)
     if report.limit is not None:
         suite.limit()
     for matched in comparison.loads if comparison is not None else ():
@@ -90,6 +93,12 @@ class _Suite:
         case = self.case(name, f"{plan.slo.words}, p{plan.slo_percent:g}")
         if (what := missed(plan, one)) is not None:
             self.bad(case, "failure", "objective", what)
+
+    def design(self, name: str, one: Outcome) -> None:
+        """Whether prompts were found in the server's cache as they were meant to be."""
+        case = self.case(name, "found in the cache as designed")
+        if (what := remarks.misses_design(one, self.report.server)) is not None:
+            self.bad(case, "failure", "cache", what)
 
     def limit(self) -> None:
         """Whether the server bears one request at all: what breaks beyond is what was looked for."""

@@ -20,40 +20,34 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvctl.errors import KvctlError
+from kvctl.loadtest.answers import counted, fault_of, verdict_of
+from kvctl.loadtest.connection import (
+    READ,
+    SO_TIMESTAMPNS,
+    UNDER_WAY,
+    Address,
+    Connection,
+    Tls,
+    allow_files,
+    asks_for_stamps,
+    words_of,
+)
 from kvctl.loadtest.deltas import NoEventError, read
 from kvctl.loadtest.exchange import Exchange, Fault
 from kvctl.loadtest.http1 import ProtocolError, Response
 from kvctl.loadtest.sse import EventError, Events
 from kvctl.record import Record
 
-_SO_TIMESTAMPNS = 35
-"""Of Linux on every processor that Python runs on but alpha, mips, parisc and sparc."""
 _STAMP = struct.Struct("@qq")
 _ANCILLARY = socket.CMSG_SPACE(_STAMP.size)
-_READ = 256 * 1024
 _IDLE_NS = 4_000_000_000
 """uvicorn closes connections that lie idle for five seconds: those that lie for four are not used again."""
 _SPIN_NS = 1_500_000
 """epoll counts milliseconds: what is due in less is waited for in short polls."""
-_FILES = 64
-"""Files that a process has open beside connections."""
 _LOOK_NS = 100_000_000
 """How often what takes too long is looked for."""
-
-
-class Address(Record):
-    """Where a server listens: resolved once, before anything is timed."""
-
-    family: int
-    host: str
-    """An IP address."""
-    port: int
-    name: str
-    """As the URL has it; what a certificate has to be for."""
-
-    @property
-    def pair(self) -> tuple[str, int]:
-        return self.host, self.port
+_MOST = 256 * 2**20
+"""Bytes of an answer: one that is longer has no end."""
 
 
 class Patience(Record):
@@ -62,6 +56,9 @@ class Patience(Record):
     connect: float = 10.0
     silence: float = 300.0
     """For the next byte of an answer."""
+    whole: float = 3600.0
+    """For all of an answer, however lively, or as long as `silence` if that is more: comments that keep a connection alive may come
+    for ever."""
 
 
 class Source(Protocol):
@@ -80,64 +77,6 @@ class Source(Protocol):
         """Whether what is still under way is to be broken off."""
 
 
-class _Connection:
-    __slots__ = (
-        "began",
-        "events",
-        "exchange",
-        "idle_since",
-        "last",
-        "out",
-        "ready",
-        "response",
-        "shaking",
-        "sock",
-        "tls",
-        "used",
-        "wants",
-    )
-
-    def __init__(self, sock: socket.socket, tls: _Tls | None) -> None:
-        self.sock, self.tls = sock, tls
-        self.ready = False
-        """Whether it is connected, and secured where it is to be."""
-        self.shaking = False
-        self.exchange: Exchange | None = None
-        self.response = Response()
-        self.events = Events()
-        self.out = memoryview(b"")
-        self.began = time.monotonic_ns()
-        self.last = self.began
-        """When something last happened."""
-        self.idle_since = 0
-        self.used = 0
-        self.wants = 0
-
-    def fill(self) -> None:
-        """What is to be sent: the exchange's bytes, encrypted where the connection is secure."""
-        assert self.exchange is not None
-        data = self.exchange.data
-        if self.tls is not None:
-            self.tls.wrapped.write(data)
-            data = self.tls.outgoing.read()
-        self.out = memoryview(data)
-
-
-class _Tls:
-    """A secure connection over buffers, so that the kernel's stamps of the bytes below it are had here too."""
-
-    def __init__(self, context: ssl.SSLContext, name: str) -> None:
-        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.wrapped = context.wrap_bio(self.incoming, self.outgoing, server_hostname=name)
-
-    def read(self) -> bytes:
-        out = []
-        with contextlib.suppress(ssl.SSLWantReadError):
-            while part := self.wrapped.read(_READ):
-                out.append(part)
-        return b"".join(out)
-
-
 class Loop:
     """Sends what a source has, over connections that it opens and keeps.
 
@@ -152,11 +91,11 @@ class Loop:
         self.stamped = kernel and hasattr(socket.socket, "recvmsg")
         """Whether the kernel stamps; False once it is seen not to."""
         self.selector = selectors.DefaultSelector()
-        self.idle: deque[_Connection] = deque()
-        self.busy: set[_Connection] = set()
+        self.idle: deque[Connection] = deque()
+        self.busy: set[Connection] = set()
         self.opened = 0
         """Connections that were made."""
-        self._asks = _asks_for_stamps() if self.stamped else None
+        self._asks = asks_for_stamps() if self.stamped else None
         self._behind = 0
         """Nanoseconds from the kernel's clock of the day to the monotonic one."""
 
@@ -244,39 +183,54 @@ class Loop:
                     if self._goes_on(connection):
                         self._send(connection)
                     continue
-                if mask & selectors.EVENT_WRITE:
-                    self._send(connection)
+                # What refuses a request does not read all of it: its answer comes first, or is lost with the connection.
                 if mask & selectors.EVENT_READ:
                     self._receive(connection, source)
+                if mask & selectors.EVENT_WRITE and connection in self.busy and connection.out:
+                    self._send(connection)
             except OSError as error:
                 self._broken(connection, error, source)
 
     # -- connections ----------------------------------------------------------------------------
 
-    def _connect(self) -> _Connection:
-        sock = socket.socket(self.address.family, socket.SOCK_STREAM)
+    def _connect(self) -> Connection:
+        sock = self._socket()
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.stamped:
             try:
-                sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+                sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
             except OSError:
                 self.stamped = False
-        connection = _Connection(sock, None if self.tls is None else _Tls(self.tls, self.address.name))
-        sock.connect_ex(self.address.pair)
+        connection = Connection(sock, None if self.tls is None else Tls(self.tls, self.address.name))
+        code = sock.connect_ex(self.address.pair)
+        if code not in UNDER_WAY:
+            sock.close()
+            raise OSError(code, words_of(code))
         self.opened += 1
         connection.wants = selectors.EVENT_WRITE
         self.selector.register(sock, connection.wants, connection)
         return connection
 
-    def _goes_on(self, connection: _Connection) -> bool:
+    def _socket(self) -> socket.socket:
+        try:
+            return socket.socket(self.address.family, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        # By a clock no one knows beforehand how many are under way.
+        with contextlib.suppress(KvctlError):
+            allow_files(2 * (len(self.busy) + len(self.idle)))
+        return socket.socket(self.address.family, socket.SOCK_STREAM)
+
+    def _goes_on(self, connection: Connection) -> bool:
         """Whether a connection that was begun is ready now."""
         sock = connection.sock
         if not connection.shaking:
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                raise OSError(code, _words(code))
+                raise OSError(code, words_of(code))
             connection.last = time.monotonic_ns()
             if connection.tls is None:
                 connection.ready = True
@@ -286,7 +240,7 @@ class Loop:
         tls = connection.tls
         assert tls is not None
         with contextlib.suppress(BlockingIOError):
-            data = sock.recv(_READ)
+            data = sock.recv(READ)
             if not data:
                 raise ConnectionResetError(errno.ECONNRESET, "the connection broke off before it was secure")
             tls.incoming.write(data)
@@ -301,23 +255,23 @@ class Loop:
         self._want(connection, selectors.EVENT_READ)
         return connection.ready
 
-    def _want(self, connection: _Connection, mask: int) -> None:
+    def _want(self, connection: Connection, mask: int) -> None:
         if connection.wants != mask:
             connection.wants = mask
             self.selector.modify(connection.sock, mask, connection)
 
-    def _rest(self, connection: _Connection) -> None:
+    def _rest(self, connection: Connection) -> None:
         connection.exchange = None
         connection.idle_since = time.monotonic_ns()
         self._want(connection, selectors.EVENT_READ)
         self.idle.append(connection)
 
-    def _peer_spoke_unasked(self, connection: _Connection) -> None:
+    def _peer_spoke_unasked(self, connection: Connection) -> None:
         """An idle connection that can be read is one that was closed, or is in disorder; over TLS it may be sent a ticket."""
         tls = connection.tls
         if tls is not None:
             with contextlib.suppress(OSError):
-                data = connection.sock.recv(_READ)
+                data = connection.sock.recv(READ)
                 tls.incoming.write(data)
                 if data and not tls.read():
                     return
@@ -325,7 +279,7 @@ class Loop:
             self.idle.remove(connection)
         self._close(connection)
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: Connection) -> None:
         with contextlib.suppress(KeyError, ValueError, OSError):
             self.selector.unregister(connection.sock)
         connection.sock.close()
@@ -343,14 +297,14 @@ class Loop:
         try:
             connection = connection or self._connect()
         except OSError as error:  # no more files, no more ports
-            self._fail(exchange, Fault("refused", _words(error.errno or 0)), source)
+            self._fail(exchange, Fault("refused", words_of(error.errno or 0)), source)
             return
         self._give(connection, exchange, source)
 
-    def _give(self, connection: _Connection, exchange: Exchange, source: Source) -> None:
+    def _give(self, connection: Connection, exchange: Exchange, source: Source) -> None:
         connection.exchange = exchange
         connection.response, connection.events = Response(), Events()
-        connection.last = time.monotonic_ns()
+        connection.last = connection.given = time.monotonic_ns()
         self.busy.add(connection)
         if not connection.ready:
             return
@@ -360,7 +314,7 @@ class Loop:
         except OSError as error:
             self._broken(connection, error, source)
 
-    def _send(self, connection: _Connection) -> None:
+    def _send(self, connection: Connection) -> None:
         """The request of a connection that has become ready, or the rest of it."""
         exchange = connection.exchange
         assert exchange is not None
@@ -369,7 +323,7 @@ class Loop:
             connection.fill()
         self._flush(connection)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: Connection) -> None:
         out = connection.out
         try:
             while out:
@@ -388,21 +342,21 @@ class Loop:
 
     # -- answers --------------------------------------------------------------------------------
 
-    def _receive(self, connection: _Connection, source: Source) -> None:
+    def _receive(self, connection: Connection, source: Source) -> None:
         sock = connection.sock
         kernel = False
         try:
             if self.stamped:
-                data, ancillary, _, _ = sock.recvmsg(_READ, _ANCILLARY)
+                data, ancillary, _, _ = sock.recvmsg(READ, _ANCILLARY)
                 now = time.monotonic_ns()
                 stamp = now
                 for level, kind, value in ancillary:
-                    if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(value) >= _STAMP.size:
+                    if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(value) >= _STAMP.size:
                         seconds, nanoseconds = _STAMP.unpack_from(value)
                         stamp = min(seconds * 1_000_000_000 + nanoseconds + self._behind, now)
                         kernel = True
             else:
-                data = sock.recv(_READ)
+                data = sock.recv(READ)
                 stamp = now = time.monotonic_ns()
         except BlockingIOError:
             return
@@ -424,12 +378,16 @@ class Loop:
         except (ProtocolError, EventError, NoEventError) as error:
             self._over(connection, exchange, now, Fault("protocol", str(error)), source)
             return
+        if connection.out and exchange.stamps:
+            exchange.fault = Fault("protocol", "it answers before the request was sent whole")
+        if exchange.bytes_in > _MOST:
+            exchange.fault = Fault("protocol", f"an answer of more than {_MOST // 2**20} MiB")
         if exchange.fault is not None:
             self._over(connection, exchange, now, exchange.fault, source)
         elif connection.response.done:
             self._over(connection, exchange, now, None, source)
 
-    def _answer(self, connection: _Connection, exchange: Exchange, data: bytes, stamp: int) -> None:
+    def _answer(self, connection: Connection, exchange: Exchange, data: bytes, stamp: int) -> None:
         """What bytes of an answer say."""
         response = connection.response
         seen = 0
@@ -445,10 +403,12 @@ class Loop:
                     seen += 1
                     if said.answer and not exchange.answer_at:
                         exchange.answer_at = stamp
+                if exchange.wrote is not None:
+                    exchange.wrote.add(said)
                 if exchange.events is not None:
                     exchange.events.append(event)
                 if said.usage is not None:
-                    exchange.usage = said.usage
+                    counted(exchange, said)
                 if said.finish is not None:
                     exchange.finish = said.finish
                     exchange.terminal = True
@@ -458,18 +418,18 @@ class Loop:
                     exchange.fault = Fault("server", said.error)
         exchange.status = response.status
 
-    def _refusal(self, connection: _Connection, part: bytes) -> None:
+    def _refusal(self, connection: Connection, part: bytes) -> None:
         """The beginning of what a server says with another status than 200 is kept for the message."""
         exchange = connection.exchange
         assert exchange is not None
-        if sum(map(len, exchange.said)) < 2000:
+        if len(exchange.said) < 2000 and sum(map(len, exchange.said)) < 2000:
             exchange.said.append(part[:2000].decode("utf-8", "replace"))
 
-    def _ended_by_peer(self, connection: _Connection, exchange: Exchange, now: int, source: Source) -> None:
+    def _ended_by_peer(self, connection: Connection, exchange: Exchange, now: int, source: Source) -> None:
         if connection.response.closed():
             self._over(connection, exchange, now, None, source)
         elif not exchange.first_byte:
-            self._broken(connection, ConnectionResetError(errno.ECONNRESET, _words(errno.ECONNRESET)), source)
+            self._broken(connection, ConnectionResetError(errno.ECONNRESET, words_of(errno.ECONNRESET)), source)
         else:
             self._over(
                 connection,
@@ -479,11 +439,14 @@ class Loop:
                 source,
             )
 
-    def _broken(self, connection: _Connection, error: OSError, source: Source) -> None:
+    def _broken(self, connection: Connection, error: OSError, source: Source) -> None:
         """The connection is gone. One that had been used before and gave no byte was closed while it lay idle: the request goes
         out once more, with a new stamp."""
         exchange = connection.exchange
         assert exchange is not None
+        if connection.response.status not in (0, 200):  # it has said why
+            self._over(connection, exchange, time.monotonic_ns(), None, source)
+            return
         self.busy.discard(connection)
         self._close(connection)
         if connection.used and not exchange.first_byte and not exchange.reconnects:
@@ -492,11 +455,11 @@ class Loop:
             try:
                 self._give(self._connect(), exchange, source)
             except OSError as again:
-                self._fail(exchange, Fault("refused", _words(again.errno or 0)), source)
+                self._fail(exchange, Fault("refused", words_of(again.errno or 0)), source)
             return
-        self._fail(exchange, _fault_of(error, connected=connection.ready), source)
+        self._fail(exchange, fault_of(error, connected=connection.ready), source)
 
-    def _over(self, connection: _Connection, exchange: Exchange, now: int, fault: Fault | None, source: Source) -> None:
+    def _over(self, connection: Connection, exchange: Exchange, now: int, fault: Fault | None, source: Source) -> None:
         """An answer is complete, or is not read on."""
         exchange.ended = now
         self.busy.discard(connection)
@@ -505,7 +468,7 @@ class Loop:
             self._rest(connection)
         else:
             self._close(connection)
-        exchange.fault = fault or _verdict(exchange, connection)
+        exchange.fault = fault or verdict_of(exchange, connection.response)
         source.ended(exchange)
 
     def _fail(self, exchange: Exchange, fault: Fault, source: Source) -> None:
@@ -514,6 +477,7 @@ class Loop:
         source.ended(exchange)
 
     def _late(self, now: int, source: Source) -> None:
+        whole = max(self.patience.whole, self.patience.silence)
         for connection in list(self.busy):
             exchange = connection.exchange
             assert exchange is not None
@@ -521,6 +485,9 @@ class Loop:
             if now - connection.last > waits * 1e9:
                 what = "no byte of the answer" if connection.ready else "no connection"
                 self._over(connection, exchange, now, Fault("timeout", f"{what} for {waits:g} s"), source)
+            elif now - connection.given > whole * 1e9:
+                words = f"the answer is not complete after {whole:,g} s"
+                self._over(connection, exchange, now, Fault("timeout", words), source)
 
     def _break_off(self, source: Source) -> None:
         now = time.monotonic_ns()
@@ -528,69 +495,3 @@ class Loop:
             exchange = connection.exchange
             assert exchange is not None
             self._over(connection, exchange, now, Fault("cancelled", "the run was over"), source)
-
-
-def allow_files(count: int) -> None:
-    """Have the system allow so many connections, beside what a process needs anyway.
-
-    Raises:
-        KvctlError: it does not, and how many it does.
-
-    """
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    if soft < needed:
-        raise KvctlError(f"{count:,} connections take {needed:,} open files, and {soft:,} are allowed",
-                         hint=f"ulimit -n {needed}, or fewer requests at once")  # fmt: skip
-
-
-def _asks_for_stamps() -> socket.socket | None:
-    """A socket that asks the kernel for stamps as long as it lives: the kernel begins a moment after the first has asked, and
-    ends with the last."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-    except OSError:
-        sock.close()
-        return None
-    return sock
-
-
-def _verdict(exchange: Exchange, connection: _Connection) -> Fault | None:
-    """What is wrong with an answer that came whole."""
-    response = connection.response
-    if response.status != 200:
-        words = " ".join(" ".join(exchange.said).split())[:300]
-        with contextlib.suppress(ValueError):
-            exchange.retry_after = float(response.headers.get("retry-after", ""))
-        kind = "rejected" if response.status in (429, 503) else "status"
-        return Fault(kind, f"{response.status}" + (f": {words}" if words else ""))
-    if "text/event-stream" not in response.headers.get("content-type", "text/event-stream"):
-        return Fault("protocol", f"its answer is {response.headers['content-type'][:60]}, no stream of events")
-    if not exchange.terminal:
-        return Fault("truncated", "the stream ended without finish_reason and [DONE]")
-    if not exchange.stamps:
-        return Fault("empty", "an answer without a token")
-    return None
-
-
-def _fault_of(error: OSError, *, connected: bool) -> Fault:
-    if isinstance(error, ssl.SSLError):
-        return Fault("tls", getattr(error, "verify_message", None) or error.reason or str(error))
-    return Fault("reset" if connected else "refused", _words(error.errno or 0) if error.errno else str(error))
-
-
-def _words(code: int) -> str:
-    import os
-
-    return os.strerror(code).lower() if code else "failed"

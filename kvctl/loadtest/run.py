@@ -2,93 +2,28 @@
 
 from __future__ import annotations
 
-import gc
+import json
 import random
 import secrets
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from kvctl import texts
 from kvctl.errors import KvctlError
-from kvctl.loadtest import asks, load, metrics, target, verdict, words
+from kvctl.loadtest import asks, caches, drive, load, metrics, target, verdict, words, workers
+from kvctl.loadtest.capacity import Sizing
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.figures import Figures, Slo
-from kvctl.loadtest.loop import Loop, Patience
+from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.live import Live
+from kvctl.loadtest.loop import Loop
+from kvctl.loadtest.plan import Plan, Step
+from kvctl.loadtest.work import Kit, Traced, Work
 from kvctl.record import Record
 from kvctl.units import plural
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 SECOND = load.SECOND
-_AHEAD = 64
-"""Requests that are ready before they are due, beside one for each that is under way."""
-
-
-class Step(Record):
-    """One load."""
-
-    at_once: int | None = None
-    """Requests that are kept under way; None: they are sent by a clock."""
-    rate: float | None = None
-    """A second."""
-    burstiness: float | None = None
-    """Of the gaps; None: they are even."""
-
-    @property
-    def words(self) -> str:
-        """ "16 at once", "5 a second"."""
-        return f"{self.at_once:,} at once" if self.at_once is not None else f"{self.rate:g} a second"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fields}
-
-
-class Plan(Record):
-    """What is to be done to a server."""
-
-    place: target.Place
-    steps: tuple[Step, ...]
-    input_tokens: int
-    output_tokens: int
-    length: load.Length | None = None
-    """Of each load; None: by how many requests are under way."""
-    path: str = asks.CHAT
-    model: str | None = None
-    warm: int | None = None
-    """Requests before those that count; None: as many as are under way, and eight at least."""
-    headers: Mapping[str, str] = {}
-    extra: Mapping[str, Any] = {}
-    trust: target.Trust = target.Trust()
-    patience: Patience = Patience()
-    slo: Slo | None = None
-    slo_percent: float = 99.0
-    """Requests of a hundred that have to keep it."""
-    seed: int | None = None
-    """Of prompts and times; None draws one, so that no run finds another's prompts in the server's cache."""
-    most_errors: float = 5.0
-    """Percent of requests that may fail before a load is given up."""
-    every: float = 0.25
-    """Seconds between looks at the server's metrics."""
-    limit: bool = False
-    """Whether the steps are only where a search for the limit begins."""
-    prefix_tokens: int = 0
-    """With which prompts begin alike; 0: no two do."""
-    groups: int = 1
-    """Beginnings that there are."""
-
-    def length_of(self, step: Step) -> load.Length:
-        """As asked, else four requests for each that is under way, and enough to tell percentiles from."""
-        return self.length or load.Length(requests=max(24 if self.limit else 50, 4 * (step.at_once or 0)))
-
-    @property
-    def designed(self) -> float | None:
-        """Share of input tokens that may be found in the server's cache, template and all; None where nothing is meant to be."""
-        return self.prefix_tokens / self.input_tokens if self.prefix_tokens else None
+_ROUNDS = 2
+"""So many times the median request has a load to be whole for, or the long ones among its requests are not in it."""
 
 
 class Outcome(Record):
@@ -112,14 +47,55 @@ class Outcome(Record):
     cpu: float
     given_up: str | None = None
     interrupted: bool = False
+    retried: int = 0
+    """Times that a request was sent again which the server had turned away."""
+    cut: int = 0
+    """Requests of another length than drawn: what stands around any prompt is longer, or the server's context shorter."""
+    watched: metrics.Watched | None = None
+    """Of looks at the server's metrics; None where it has none."""
+    remarks: tuple[str, ...] = ()
+    """What has to be known beside the figures."""
     began: int = 0
     """When the first measured request was due; 0: there was none."""
 
     @property
-    def whole_events(self) -> list[int]:
-        """Events with output in each whole second of the time that the load was whole, whosever they are."""
-        first, last = -(-self.began // SECOND), int(self.began + self.seconds * SECOND) // SECOND
-        return [self.figures.by_second.get(second, 0) for second in range(first, last)] if self.began else []
+    def whole_events(self) -> list[float]:
+        """Events with output a second, in each whole slice of the time that the load was whole, whosever they are."""
+        slices = self.figures.slices
+        counts = slices.counts(self.began, self.began + round(self.seconds * SECOND)) if self.began else []
+        return [count * SECOND / slices.width for count in counts]
+
+    @property
+    def designed(self) -> float | None:
+        """Share of input tokens that had been sent or written before, and may be found in the server's cache; None where none were meant to."""
+        figures = self.figures
+        return figures.known / figures.tokens_in if figures.with_known and figures.tokens_in else None
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is said of times while the load was whole: too few of its requests begin and end in it."""
+        e2e = self.figures.times["e2e"]
+        rounds = self.seconds * SECOND / max(e2e.percentile(50).value, 1) if e2e.count else 0.0
+        return (
+            None
+            if rounds >= _ROUNDS
+            else f"the load was whole for {rounds:.1f} requests one after the other, and {_ROUNDS} are needed"
+        )
+
+    @property
+    def ttft_gap(self) -> tuple[float, float, int] | None:
+        """First-token time by the server's own histogram and by the client, on average in seconds, and of how many requests, the
+        warm-up's among them; None where it does not say, or others load it too."""
+        figures, counted = self.figures, self.counters.get("ttft_requests")
+        if not counted or counted != figures.answered or "ttft_seconds" not in self.counters:
+            return None
+        return self.counters["ttft_seconds"] / counted, figures.waited / figures.answered / SECOND, figures.answered
+
+    @property
+    def counted_tokens_an_event(self) -> float | None:
+        """Output tokens by the engine's counter for each event that came, over the whole load; None where it does not say."""
+        counted = self.counters.get("output_tokens")
+        return counted / self.figures.events if counted and self.figures.events else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -140,51 +116,72 @@ class Outcome(Record):
         return None
 
 
-class Ready:
-    """Requests that are made before they are due."""
-
-    def __init__(self, make: Callable[[], bytes]) -> None:
-        self._make = make
-        self._made: deque[bytes] = deque()
-        self.late = 0
-        """Requests that were made when they were due."""
-
-    def fill(self, count: int) -> None:
-        """Until there are so many."""
-        while len(self._made) < count:
-            self._made.append(self._make())
-
-    def take(self) -> bytes:
-        if self._made:
-            return self._made.popleft()
-        self.late += 1
-        return self._make()
-
-
 class Session:
     """A server that was looked at, and prompts for it."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None] = lambda text: None) -> None:
         self.plan, self.say = plan, say
         self.address = target.resolve(plan.place)
-        self.client = target.Client(plan.place, plan.trust, plan.headers)
+        self.client = target.Client(plan.place, plan.trust, plan.headers, self.address)
         say(f"looking at {plan.place.root}")
         self.server = target.look(self.client)
         model = plan.model or (self.server.models[0] if self.server.models else None)
         if model is None:
             raise KvctlError(f"{plan.place.root} names no model", hint="--model NAME")
-        if plan.model is not None and self.server.models and plan.model not in self.server.models:
+        # transformers loads what it is asked for.
+        listed = plan.model in self.server.models or not self.server.models or self.server.engine == "transformers"
+        if plan.model is not None and not listed:
             raise KvctlError(f"{plan.place.root} does not serve {plan.model[:80]}",
                              hint="it serves " + ", ".join(self.server.models[:5]))  # fmt: skip
         self.wire = asks.Wire(plan.place, plan.path, model, self.server.engine, plan.headers, plan.extra)
         self.seed = secrets.randbits(48) if plan.seed is None else plan.seed
-        self.vocabulary, self.counted_by = self._vocabulary()
         self.notes: list[str] = []
+        self.counted_by: str | None = None
+        """How tokens of prompts were counted; None where nobody had to."""
+        self._learned: dict[str, words.Vocabulary] = {}
+        self.steps = tuple(step.replace(work=self._fitting(step.work)) for step in plan.steps)
+        self.vocabulary = self._vocabulary(self.steps[0].work)
+        self.cells: int | None = None
+        """Of llama.cpp's cache, where that is known."""
 
-    def _vocabulary(self) -> tuple[words.Vocabulary, str]:
-        self.say("counting tokens of words")
-        count, how = counter(self.client, self.wire)
-        return words.learn(count, words.candidates(texts.read(texts.samples()[0]))), how
+    def _fitting(self, work: Work) -> Work:
+        """Without what the server cannot take, where some of it may be left out."""
+        if not isinstance(work, Traced):
+            return work
+        found = work.fitting(self.server.context)
+        note = (
+            f"{plural(found.left_out, 'request')} of {work.path} left out: longer than the {found.limit:,} tokens that the server takes"
+            if found.limit
+            else ""
+        )
+        if note and note not in self.notes:
+            self.notes.append(note)
+        return found
+
+    def _vocabulary(self, work: Work) -> words.Vocabulary | None:
+        """Words to make its prompts of; what stands around a prompt depends on what else is in the body."""
+        if not work.made:
+            return None
+        key = json.dumps(dict(work.extra), sort_keys=True)
+        if key not in self._learned:
+            self.say("counting tokens of words")
+            count, self.counted_by = counter(self.client, self._wire_of(work))
+            self._learned[key] = words.learn(count, words.candidates(texts.read(texts.samples()[0])))
+        return self._learned[key]
+
+    def _wire_of(self, work: Work) -> asks.Wire:
+        return self.wire.replace(full_length=not work.natural, extra={**work.extra, **self.wire.extra})
+
+    def _kit(self, work: Work, lot: random.Random) -> Kit:
+        """For requests that count for nothing."""
+        return Kit(self._wire_of(work), self._vocabulary(work), lot, self.server.context)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, with its answer; where lengths have no bound, the longest that the server takes, or 0."""
+        found = [step.work.longest for step in self.steps]
+        known = [one for one in found if one is not None]
+        return max(known) if len(known) == len(found) else self.server.context or 0
 
     def check(self) -> None:
         """Refuses what the server cannot take, and finds out whether it counts tokens in streams.
@@ -193,14 +190,21 @@ class Session:
             KvctlError: it cannot.
 
         """
-        plan, limit = self.plan, self.server.context
-        asked = plan.input_tokens + plan.output_tokens
-        if limit is not None and asked > limit:
-            raise KvctlError(f"{plan.input_tokens:,} tokens in and {plan.output_tokens:,} out are {asked:,}, and the server takes {limit:,}",
-                             hint="fewer --input-tokens or --output-tokens")  # fmt: skip
+        limit = self.server.context
+        for work in (step.work for step in self.steps):
+            if limit is not None and work.longest is not None and work.longest > limit:
+                raise KvctlError(f"{work.words}: up to {work.longest:,} tokens, and the server takes {limit:,}",
+                                 hint="fewer --input-tokens or --output-tokens")  # fmt: skip
         self.say("trying one request")
         one = self._tried()
-        if one.fault is not None and one.status == 400 and self.wire.usage:
+        if one.fault is not None and one.status in (400, 422) and self.steps[0].work.extra.get("tools"):
+            # vLLM lets a model choose a tool only where it was started for that; definitions are read all the same.
+            self.wire = self.wire.replace(extra={**self.wire.extra, "tool_choice": "none"})
+            again = self._tried()
+            if again.fault is None:
+                self.notes.append(f"tools are defined, and not to be called: {one.fault.message}")
+            one = again
+        if one.fault is not None and one.status in (400, 422) and self.wire.usage:
             # Some servers refuse to be asked for usage in a stream (rocketride-server#1780).
             self.wire = self.wire.replace(usage=False)
             again = self._tried()
@@ -210,47 +214,45 @@ class Session:
         if one.fault is not None:
             raise KvctlError(f"the first request failed: {one.fault.kind}: {one.fault.message}",
                              hint="--endpoint completions or chat, --model, --api-key-env?")  # fmt: skip
+        if (
+            one.usage is not None
+            and (one.usage.completion or 0) > len(one.stamps)
+            and self.wire.engine in asks.COUNT_EACH
+        ):
+            self.wire = self.wire.replace(each=True)  # it drafts tokens ahead: which event carries how many?
         found = one.usage.prompt if one.usage is not None else None
-        if found is not None and abs(found - plan.input_tokens) > 0.01 * plan.input_tokens:
-            self.notes.append(
-                f"prompts of {plan.input_tokens:,} tokens were asked for, and the server counts {found:,}"
-            )
+        asked = one.key.ask.tokens if isinstance(one.key, load.Key) else None
+        if found is not None and asked is not None and abs(found - asked) > 0.01 * asked:
+            self.notes.append(f"a prompt of {asked:,} tokens was made, and the server counts {found:,}")
 
     def _tried(self) -> Exchange:
         """One request that counts for nothing."""
-        done: list[Exchange] = []
-        lot = random.Random(self.seed ^ 1)
-        data = self.wire.request(
-            self.wire.body(self.vocabulary.prompt(self.plan.input_tokens, lot), min(4, self.plan.output_tokens))
-        )
-        once = load.Closed(1, lambda number: data, load.Length(requests=1), done.append)
-        loop = self.loop()
-        try:
-            loop.run(once)
-        finally:
-            loop.close()
-        return done[0]
+        work = self.steps[0].work
+        kit = self._kit(work, random.Random(self.seed ^ 1)).replace(most_out=4)
+        ask = work.source(kit).next()
+        assert ask is not None
+        return self._sent([ask])[0]
 
-    def _prime(self, beginnings: Sequence[str], lot: random.Random) -> None:
-        """A request with each beginning, one after the other: those that are measured do not race to be its first (sglang#37359).
+    def _prime(self, wanted: Sequence[load.Ask]) -> None:
+        """Requests one after the other, before those that are measured: these do not race to be the first of a beginning (sglang#37359).
 
         Raises:
             KvctlError: one fails.
 
         """
-        done: list[Exchange] = []
-        data = [
-            self.wire.request(self.wire.body(self.vocabulary.prompt(self.plan.input_tokens, lot, one), 1))
-            for one in beginnings
-        ]
-        loop = self.loop()
-        try:
-            loop.run(load.Closed(1, lambda number: data[number], load.Length(requests=len(data)), done.append))
-        finally:
-            loop.close()
-        bad = next((one.fault for one in done if one.fault is not None), None)
+        bad = next((one.fault for one in self._sent(wanted) if one.fault is not None), None)
         if bad is not None:
             raise KvctlError(f"filling the cache: {bad.kind}: {bad.message}")
+
+    def _sent(self, wanted: Sequence[load.Ask]) -> list[Exchange]:
+        """Some requests, one after the other, that count for nothing."""
+        done: list[Exchange] = []
+        loop = self.loop()
+        try:
+            loop.run(load.Closed(1, lambda number: wanted[number], load.Length(requests=len(wanted)), done.append))
+        finally:
+            loop.close()
+        return done
 
     def loop(self) -> Loop:
         """A new one, without connections."""
@@ -258,133 +260,69 @@ class Session:
         return Loop(self.address, tls=plan.trust.context() if plan.place.secure else None, patience=plan.patience)
 
     def run(
-        self, step: Step, number: int, keep: Callable[[Exchange], None] = lambda exchange: None,
-        say: Callable[[str], None] = lambda text: None,
-        show: Callable[[Figures, load.Load, Loop, metrics.Watch | None], None] = lambda *parts: None,
+        self, step: Step, number: int, keep: drive.Keep | None = None, say: Callable[[str], None] = lambda text: None,
+        live: Live | None = None,
     ) -> Outcome:  # fmt: skip
-        """One load; `keep` is shown every exchange as it ends, `show` once where the figures will be. On Ctrl-C what came until then is the outcome, which says so."""
+        """One load; `keep` is given a line for every exchange as it ends, and `live` what there is to show meanwhile. On Ctrl-C what came
+        until then is the outcome, which says so.
+
+        Raises:
+            KvctlError: the server cannot be reached any more, or this system does not allow such a load.
+
+        """
         plan = self.plan
-        lot = random.Random(f"{self.seed} {number}")
-        beginnings = (
-            [self.vocabulary.prompt(plan.prefix_tokens, lot) for _ in range(plan.groups)]
-            if plan.prefix_tokens
-            else [""]
+        if plan.reset_cache:
+            caches.reset(self.client, self.server)
+        job = drive.Job(
+            plan.replace(launch=None, sizing=Sizing()), step, number, self.address, self._wire_of(step.work), self._vocabulary(step.work),
+            self.server.context, self.seed, keep is not None,
+        )  # fmt: skip
+        beginnings = step.work.source(job.kit()).prime()
+        if beginnings:
+            self.say(f"{step.words}: filling the cache with {plural(len(beginnings), 'beginning')}")
+            self._prime(beginnings)
+        watch = (
+            metrics.Watch(self.client, self.server.engine, plan.every, cells=self.cells)
+            if self.server.metrics
+            else None
         )
-        if plan.prefix_tokens:
-            self.say(f"{step.words}: filling the cache with {plural(plan.groups, 'beginning')}")
-            self._prime(beginnings, lot)
 
-        def make() -> bytes:
-            prompt = self.vocabulary.prompt(plan.input_tokens, lot, lot.choice(beginnings))
-            return self.wire.request(self.wire.body(prompt, plan.output_tokens))
+        live = Live() if live is None else live
+        live.watch(watch)
 
-        ready, figures, steady = Ready(make), Figures(plan.slo), Figures(plan.slo)
-        asked = plan.output_tokens if self.wire.lengthens else None
-        sent_by: dict[str, Any] = {}
+        def tick(seen: drive.Seen) -> None:
+            live.tick(seen)
+            phase = f"{seen.measured:,} measured" if seen.began else "warming up"
+            say(f"{step.words}: {phase}, {seen.live:,} under way")
 
-        def told(exchange: Exchange) -> None:
-            exchange.data = b""  # the next need the room
-            key = exchange.key
-            assert isinstance(key, load.Key)
-            measured = key.phase == load.MEASURED
-            if measured:
-                figures.add(exchange, asked)
+        start = watch.start if watch is not None else lambda: None
+        count = min(plan.processes, step.at_once or plan.processes)
+        try:
+            if count == 1:
+                driven = drive.put(job, keep or (lambda line: None), tick, start, live.inside)
             else:
-                figures.see(exchange)
-            if measured and exchange.good and not source.stopped:
-                steady.add(exchange, asked)
-            keep(exchange)
-            given_up = self._too_many(figures)
-            if given_up is not None:
-                sent_by.setdefault("given_up", given_up)
-                source.stop()
+                driven = workers.together(job, count, keep or (lambda line: None), tick, start)
+        finally:
+            if watch is not None:
+                watch.stop()
+        return self._outcome(step, driven, watch)
 
-        warm = plan.warm if plan.warm is not None else max(8, step.at_once or 0)
-        source = self._source(step, lambda number: ready.take(), told, warm, lot)
-        ready.fill(_AHEAD + (step.at_once or 0))
-        watch = metrics.Watch(self.client, self.server.engine, plan.every) if self.server.metrics else None
-        loop = self.loop()
-        interrupted = False
-        with undisturbed():
-            try:
-                loop.open(min(step.at_once or 8, 4096))
-                if watch is not None:
-                    watch.start()
-                show(figures, source, loop, watch)
-                began, cpu = time.monotonic(), time.thread_time()
-
-                def tick(now: int) -> None:
-                    ready.fill(_AHEAD)
-                    phase = "warming up" if not source.began else f"{figures.count:,} measured"
-                    say(f"{step.words}: {phase}, {source.live:,} under way")
-
-                try:
-                    loop.run(source, tick)
-                except KeyboardInterrupt:
-                    interrupted = True
-                share = (time.thread_time() - cpu) / max(time.monotonic() - began, 1e-9)
-            except OSError as error:
-                raise KvctlError(f"{plan.place.root}: {str(error).lower()}") from None
-            finally:
-                loop.close()
-                if watch is not None:
-                    watch.stop()
-        return self._outcome(step, source, figures, steady, watch, share, sent_by.get("given_up"), interrupted)
-
-    def _source(
-        self, step: Step, make: load.Make, told: Callable[[Exchange], None], warm: int, lot: random.Random
-    ) -> load.Closed | load.Open:
-        length, drain = self.plan.length_of(step), self.plan.patience.silence
-        if step.at_once is not None:
-            return load.Closed(step.at_once, make, length, told, warm, drain)
-        assert step.rate is not None
-        times: Iterator[float] = (
-            load.constant(step.rate)
-            if step.burstiness is None
-            else load.gamma(step.rate, step.burstiness, lot.getrandbits(48))
-        )
-        return load.Open(times, make, length, told, warm, drain)
-
-    def _too_many(self, figures: Figures) -> str | None:
-        """Why a load is given up."""
-        failed, count = figures.faults.total(), figures.count
-        if count >= 20 and failed > count * self.plan.most_errors / 100:
-            return f"{failed:,} of {count:,} requests failed, and {self.plan.most_errors:g}% may"
-        return None
-
-    def _outcome(
-        self, step: Step, source: load.Load, figures: Figures, steady: Figures, watch: metrics.Watch | None, cpu: float,
-        given_up: str | None, interrupted: bool,
-    ) -> Outcome:  # fmt: skip
-        whole = source.began, source.stopped or time.monotonic_ns()
+    def _outcome(self, step: Step, driven: drive.Driven, watch: metrics.Watch | None) -> Outcome:
+        whole = driven.began, driven.stopped
         samples = tuple(watch.samples) if watch is not None else ()
         seen = verdict.window(samples, *whole)
+        figures, cpu = driven.figures, driven.cpu
         counters = {
             name: found.value for name in metrics.COUNTERS if (found := metrics.growth(samples, name)) is not None
         }
         return Outcome(
-            step, figures, steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, source.number,
-            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, given_up, interrupted, source.began,
+            step, figures, driven.steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, driven.sent,
+            max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, driven.given_up, driven.interrupted, driven.retried, driven.cut,
+            None if watch is None else watch.watched, began=driven.began,
         )  # fmt: skip
 
 
 def _rate(figures: Figures, whole: tuple[int, int]) -> float | None:
     """Output tokens a second over the whole seconds of a window; events stand for tokens, by how many each carries."""
-    first, last = -(-whole[0] // SECOND), whole[1] // SECOND
-    each = figures.tokens_a_chunk
-    if last - first < 2 or each is None:
-        return None
-    return each * sum(figures.by_second.get(second, 0) for second in range(first, last)) / (last - first)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """The collector of garbage waits: it would stop the clock's reader in the middle."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
+    rate, each = figures.slices.rate(*whole), figures.tokens_a_chunk
+    return None if rate is None or each is None else each * rate

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 _LONGEST = 16 * 2**20
+_EACH = 40
+"""Bytes that a line of an event takes besides its own: an event of endless empty lines is no short one."""
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -20,10 +22,11 @@ class Events:
     def __init__(self) -> None:
         self.comments = 0
         """Lines that servers send to keep a connection alive."""
-        self._buffer = b""
+        self._buffer = bytearray()
+        """Grows in place: a line of many megabytes may come in pieces of one byte."""
         self._data: list[bytes] | None = None
         self._held = 0
-        """Bytes of these."""
+        """Bytes that these take."""
         self._begun = False
         self._return = False
         """Whether the last line ended in a carriage return, of which a line feed that comes is a part."""
@@ -52,7 +55,7 @@ class Events:
         seen = len(self._buffer)
         self._buffer += data
         if not self._begun and self._buffer:
-            if b"\xef\xbb\xbf".startswith(self._buffer[:3]) and len(self._buffer) < 3:
+            if len(self._buffer) < 3 and b"\xef\xbb\xbf".startswith(self._buffer):
                 return []
             self._buffer = self._buffer.removeprefix(b"\xef\xbb\xbf")
             self._begun, seen = True, 0
@@ -64,14 +67,14 @@ class Events:
     @property
     def rest(self) -> bytes:
         """What came and ended no event."""
-        return b"\n".join(self._data or []) + self._buffer
+        return b"\n".join(self._data or []) + bytes(self._buffer)
 
     def _lines(self, seen: int) -> list[bytes]:
         """`seen` bytes of the buffer have no end of a line."""
         out: list[bytes] = []
         buffer, at = self._buffer, 0
         while (end := _LINE_END.search(buffer, seen)) is not None:
-            line = buffer[at : end.start()]
+            line = bytes(buffer[at : end.start()])
             at = seen = end.end()
             self._return = at == len(buffer) and end[0] == b"\r"
             if line:
@@ -79,7 +82,8 @@ class Events:
             elif self._data is not None:
                 out.append(b"\n".join(self._data))
                 self._data, self._held = None, 0
-        self._buffer = buffer[at:]
+        if at:
+            self._buffer = buffer[at:]
         return out
 
     def _field(self, line: bytes) -> None:
@@ -91,4 +95,4 @@ class Events:
             if self._data is None:
                 self._data = []
             self._data.append(value[1:] if value.startswith(b" ") else value)
-            self._held += len(value)
+            self._held += len(value) + _EACH

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvctl.errors import KvctlError, UsageError
-from kvctl.loadtest.loop import Address
+from kvctl.loadtest.connection import Address
 from kvctl.record import Record
 
-if TYPE_CHECKING:
-    import httpx2
-
 _SECONDS = 10.0
+"""For an answer, and all of it."""
 _MOST = 4 * 2**20
 """Bytes of an answer that is looked at."""
+_MODELS, _NAME = 1000, 500
+"""Models, and letters of their names, that are looked at."""
 
 
 class Place(Record):
@@ -71,18 +75,21 @@ def resolve(place: Place) -> Address:
         KvctlError: there is no such name, or nothing listens there.
 
     """
+    began = time.monotonic()
     try:
         found = socket.getaddrinfo(place.name, place.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         why = error.strerror if isinstance(error, socket.gaierror) else str(error)
         raise KvctlError(f"{place.name}: {(why or 'no such name').lower()}", hint="is the name right?") from None
+    looked_up = time.monotonic() - began
     last: OSError | None = None
     for family, _, _, _, pair in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as sock:
                 sock.settimeout(_SECONDS)
+                began = time.monotonic()
                 sock.connect(pair)
-            return Address(family, str(pair[0]), place.port, place.name)
+            return Address(family, str(pair[0]), place.port, place.name, looked_up, time.monotonic() - began)
         except OSError as error:
             last = error
     why = (
@@ -135,20 +142,50 @@ class Server(Record):
     """What else it says of itself."""
 
 
-class Client:
-    """Questions that are not timed, over a library."""
+class Answer(Record):
+    """What came back for a question."""
 
-    def __init__(self, place: Place, trust: Trust, headers: Mapping[str, str]) -> None:
+    status_code: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        """What it says.
+
+        Raises:
+            ValueError: it is no JSON, or is nested without end.
+
+        """
+        try:
+            return json.loads(self.content)
+        except RecursionError:
+            raise ValueError("JSON that is nested without end") from None
+
+
+class Client:
+    """Questions that are not timed, over a library; asked of one address of a name, where that is given: the one that is loaded."""
+
+    def __init__(self, place: Place, trust: Trust, headers: Mapping[str, str], address: Address | None = None) -> None:
         import httpx2
 
         verify: ssl.SSLContext | bool = trust.context() if place.secure else True
+        own = dict(headers) | {"Accept-Encoding": "identity"}
+        self.root = self._base = place.root
+        self._more: dict[str, Any] = {}
+        if address is not None:
+            own["Host"] = _netloc(place.name, place.port)
+            scheme = "https" if place.secure else "http"
+            self._base = f"{scheme}://{_netloc(address.host, place.port)}{place.base}"
+            self._more = {"sni_hostname": place.name}
         # Proxies of the environment are for the world outside; a server under test is asked directly, as the load is sent.
-        self.http = httpx2.Client(
-            verify=verify, headers=dict(headers), timeout=_SECONDS, trust_env=False, follow_redirects=False
-        )
-        self.root = place.root
+        self.http = httpx2.Client(verify=verify, headers=own, timeout=_SECONDS, trust_env=False, follow_redirects=False)
 
-    def get(self, path: str) -> httpx2.Response | None:
+    def get(self, path: str) -> Answer | None:
         """None where nothing sensible is there.
 
         Raises:
@@ -157,15 +194,46 @@ class Client:
         """
         return self._asked("GET", path, None)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> httpx2.Response | None:
+    def there(self, path: str) -> Answer | None:
+        """None, too, where nothing comes: of what a server may do without."""
+        try:
+            return self.get(path)
+        except KvctlError:
+            return None
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Answer | None:
         """The same with a body in JSON."""
         return self._asked("POST", path, body)
 
-    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx2.Response | None:
+    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer | None:
+        """In a thread of its own: the library waits so long for each byte, and a server can send one at a time for ever."""
+        out: list[Answer | KvctlError | None] = []
+
+        def ask() -> None:
+            try:
+                out.append(self._read(method, path, body))
+            except KvctlError as error:
+                out.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(_SECONDS)
+        if not out:
+            raise KvctlError(f"{self.root}{path}: no answer in {_SECONDS:g} s", hint="is the server up, and not full?")
+        if isinstance(out[0], KvctlError):
+            raise out[0]
+        return out[0]
+
+    def _read(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer | None:
         import httpx2
 
+        end = time.monotonic() + _SECONDS
         try:
-            found = self.http.request(method, self.root + path, json=body)
+            try:
+                return self._stream(method, path, body, end)
+            except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                # Servers close a connection behind an answer of 500 (uvicorn), or one that lay idle: once more, on a new one.
+                return self._stream(method, path, body, end)
         except httpx2.TimeoutException:
             raise KvctlError(
                 f"{self.root}{path}: no answer in {_SECONDS:g} s", hint="is the server up, and not full?"
@@ -174,11 +242,27 @@ class Client:
             raise KvctlError(
                 f"{self.root}: {_first_line(error)}", hint="does the server run there, and speak HTTP?"
             ) from None
-        return found if len(found.content) <= _MOST else None
+        except Exception as error:  # whatever a library makes of what a server sends: no traceback in a thread
+            raise KvctlError(f"{self.root}{path}: {type(error).__name__}: {_first_line(error)}") from None
+
+    def _stream(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Answer | None:
+        """Until that time, and no more than can be looked at."""
+        import httpx2
+
+        content = bytearray()
+        with self.http.stream(method, self._base + path, json=body, extensions=self._more) as found:
+            for part in found.iter_bytes():
+                content += part
+                if len(content) > _MOST:
+                    return None
+                if time.monotonic() > end:
+                    raise httpx2.ReadTimeout("")
+            headers = {name.lower(): value for name, value in found.headers.items()}
+            return Answer(found.status_code, headers, bytes(content))
 
     def object(self, path: str) -> dict[str, Any]:
-        """A JSON object, or an empty one."""
-        found = self.get(path)
+        """A JSON object, or an empty one, where there is none to be had."""
+        found = self.there(path)
         if found is None or found.status_code != 200:
             return {}
         try:
@@ -189,6 +273,11 @@ class Client:
 
     def close(self) -> None:
         self.http.close()
+
+
+def _netloc(name: str, port: int) -> str:
+    """Of a URL."""
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def _first_line(error: Exception) -> str:
@@ -207,18 +296,31 @@ def look(client: Client) -> Server:
         raise KvctlError(
             f"the server refuses: {listed.status_code}", hint="--api-key-env NAME takes the key from a variable"
         )
-    entries = _entries(listed)
-    owners = {str(entry.get("owned_by")).lower() for entry in entries}
-    models = tuple(str(entry["id"]) for entry in entries)
+    if listed is not None and listed.status_code in (301, 302, 303, 307, 308):
+        where = listed.headers.get("location", "another place")[:200]
+        raise KvctlError(f"{client.root}/v1/models sends on to {where}", hint="give the URL of the server itself")
+    found_models = entries(listed)
+    owners = {str(entry.get("owned_by")).lower() for entry in found_models}
+    models = tuple(str(entry["id"]) for entry in found_models)
     server = listed.headers.get("server", "").lower() if listed is not None else ""
     found = _named(client, owners, server) or Server("unknown", None, (), None)
-    own = next((entry.get("max_model_len") for entry in entries if isinstance(entry.get("max_model_len"), int)), None)
-    metrics = client.get("/metrics")
+    own = next((limit for entry in found_models if (limit := _count(entry.get("max_model_len"))) is not None), None)
+    metrics = client.there("/metrics")
     page = metrics is not None and metrics.status_code == 200 and b"# TYPE" in metrics.content
     return found.replace(models=models or found.models, context=found.context or own, metrics=page)
 
 
-def _entries(listed: httpx2.Response | None) -> list[dict[str, Any]]:
+def lists_models(listed: Answer) -> bool:
+    """Whether an answer of /v1/models is one, be the list empty."""
+    try:
+        found = listed.json() if listed.status_code == 200 else None
+    except ValueError:
+        return False
+    return isinstance(found, dict) and isinstance(found.get("data"), list)
+
+
+def entries(listed: Answer | None) -> list[dict[str, Any]]:
+    """Models of such an answer."""
     if listed is None or listed.status_code != 200:
         return []
     try:
@@ -226,11 +328,10 @@ def _entries(listed: httpx2.Response | None) -> list[dict[str, Any]]:
     except ValueError:
         return []
     data = found.get("data") if isinstance(found, dict) else None
-    return (
-        [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
-        if isinstance(data, list)
-        else []
-    )
+    if not isinstance(data, list):
+        return []
+    known = [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    return [entry for entry in known if 0 < len(entry["id"]) <= _NAME][:_MODELS]
 
 
 def _named(client: Client, owners: set[str], server: str) -> Server | None:
@@ -240,7 +341,8 @@ def _named(client: Client, owners: set[str], server: str) -> Server | None:
     if "sglang" in owners:
         info = client.object("/get_server_info") or client.object("/server_info")
         return Server("sglang", _text(info.get("version")), (), _count(info.get("context_length")), _count(info.get("max_running_requests")), facts={
-            name: info[name] for name in ("max_total_num_tokens", "page_size", "kv_cache_dtype", "mem_fraction_static") if name in info
+            name: value for name in ("max_total_num_tokens", "page_size", "kv_cache_dtype", "mem_fraction_static")
+            if (value := _fact(info.get(name))) is not None
         })  # fmt: skip
     if "vllm" in owners:
         return Server("vllm", _text(client.object("/version").get("version")), (), None)
@@ -248,7 +350,8 @@ def _named(client: Client, owners: set[str], server: str) -> Server | None:
         return Server("tensorrt-llm", _text(client.object("/version").get("version")), (), None)
     info = client.object("/info")
     if "model_id" in info and ("max_total_tokens" in info or "docker_label" in info):
-        return Server("tgi", _text(info.get("version")), (str(info["model_id"]),), _count(info.get("max_total_tokens")),
+        own = _text(info["model_id"])
+        return Server("tgi", _text(info.get("version")), (own,) if own else (), _count(info.get("max_total_tokens")),
                       _count(info.get("max_concurrent_requests")))  # fmt: skip
     version = client.object("/api/version").get("version")
     if (
@@ -259,6 +362,10 @@ def _named(client: Client, owners: set[str], server: str) -> Server | None:
         return Server("ollama", version, (), None)
     if "organization_owner" in owners:
         return Server("lmstudio", None, (), None)
+    # transformers/cli/serving/server.py: what no other has; without the Hub its list of models answers 500.
+    paths = client.object("/openapi.json").get("paths")
+    if isinstance(paths, dict) and {"/load_model", "/reset", "/v1/responses"} <= paths.keys():
+        return Server("transformers", None, (), None)
     return None
 
 
@@ -274,4 +381,11 @@ def _text(value: Any) -> str | None:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**53 else None
+
+
+def _fact(value: Any) -> str | int | float | None:
+    """What goes into the report as it is: a short text, or a number that is one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return _text(value) or _count(value)

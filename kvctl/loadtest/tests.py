@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
-from kvctl.loadtest import calibrate, limit, verdict
-from kvctl.loadtest.exchange import Exchange
-from kvctl.loadtest.load import Key, Load
+from kvctl.loadtest import calibrate, capacity, limit, remarks, verdict
+from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.report import ServeReport, missed, server_of
-from kvctl.loadtest.run import Outcome, Plan, Session, Step
+from kvctl.loadtest.run import Outcome, Session
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
-    from kvctl.loadtest.figures import Figures
+    from kvctl.loadtest.launch import Started
     from kvctl.loadtest.live import Live
-    from kvctl.loadtest.loop import Loop
-    from kvctl.loadtest.metrics import Watch
     from kvctl.measure.run import Now
 
 
@@ -36,7 +34,6 @@ class Log:
         self.path = None if path is None else Path(path)
         self._part = None if self.path is None else self.path.with_name(f".{self.path.name}.part")
         self._file: TextIOWrapper | None = None
-        self.step = 0
 
     def __enter__(self) -> Log:
         if self._part is not None:
@@ -57,30 +54,19 @@ class Log:
         else:
             self._part.unlink(missing_ok=True)
 
-    def add(self, exchange: Exchange) -> None:
-        """One that has ended; times in seconds, stamps from when it was due."""
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One request that has ended."""
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(_line(exchange, self.step)) + "\n")
+            self._file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise KvctlError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
-
-
-def _line(one: Exchange, step: int) -> dict[str, Any]:
-    def since(stamp: int) -> float | None:
-        return (stamp - one.scheduled) / 1e9 if stamp else None
-
-    usage = one.usage
-    return {
-        "load": step, "number": one.key.number if isinstance(one.key, Key) else None, "phase": one.key.phase if isinstance(one.key, Key) else None,
-        "sent": since(one.sent), "first_byte": since(one.first_byte), "first_token": since(one.first_token),
-        "first_answer": since(one.answer_at), "last_token": since(one.last_token), "ended": since(one.ended), "events": len(one.stamps),
-        "input_tokens": None if usage is None else usage.prompt, "output_tokens": None if usage is None else usage.completion,
-        "cached_tokens": None if usage is None else usage.cached, "finish": one.finish, "status": one.status,
-        "fault": None if one.fault is None else one.fault.kind, "message": None if one.fault is None else one.fault.message,
-        "reconnects": one.reconnects, "kernel_stamps": one.kernel,
-    }  # fmt: skip
 
 
 def planned(plan: Plan) -> ServeReport:
@@ -90,32 +76,49 @@ def planned(plan: Plan) -> ServeReport:
     return ServeReport(plan, {}, environment("cpu"), dry=True)
 
 
-def run(
-    plan: Plan, now: Now, log: Log, live: Live | None = None, done: Callable[[Outcome], None] = lambda outcome: None
-) -> ServeReport:
-    """Every load, each told `live` as it begins and `done` when it is over; on Ctrl-C what is complete is in the report, which says so.
+Done = Callable[[Outcome], None]
+"""Is given each load as it is over."""
+
+
+def run(plan: Plan, now: Now, log: Log, live: Live | None = None, done: Done = lambda outcome: None) -> ServeReport:
+    """Every load, each told `live` while it runs and `done` when it is over; on Ctrl-C what is complete is in the report, which says so.
 
     Raises:
         KvctlError: the server cannot be reached, or does not take such requests.
 
     """
-    report = planned(plan).replace(dry=False, calibration=calibrate.load())
+    if plan.launch is None:
+        return _tested(plan, now, log, None, live, done)
+    from kvctl.loadtest import launch
+
+    with launch.serving(plan.launch, now, partial(capacity.refused, plan.sizing)) as started:
+        # Of an engine that lists models, the one that it was started with is the first.
+        return _tested(plan.replace(place=started.place), now, log, started, live, done)
+
+
+def _tested(plan: Plan, now: Now, log: Log, started: Started | None, live: Live | None, done: Done) -> ServeReport:
+    """A server that is there."""
+    report = planned(plan).replace(dry=False, calibration=calibrate.load(), started=started)
     session = Session(plan, now.stage)
     session.check()
-    report = report.replace(server=server_of(session))
+    held = capacity.look(
+        session.client,
+        session.server,
+        session.wire.model,
+        session.longest,
+        plan.sizing,
+        None if started is None else started.log,
+    )
+    session.cells = held.cells
+    report = report.replace(server=server_of(session), capacity=held)
     outcomes: list[Outcome] = []
 
     def one(step: Step) -> Outcome:
-        now.stage(f"{step.words}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out")
-        log.step = len(outcomes)
-        of = None if plan.limit else len(plan.steps)
-
-        def show(figures: Figures, source: Load, loop: Loop, watch: Watch | None) -> None:
-            if live is not None:
-                live.begin(step.words, len(outcomes) + 1, of, plan.length_of(step), figures, source, loop, watch)
-
+        now.stage(f"{step.words}: {step.work.words}")
+        if live is not None:
+            live.begin(step.words, len(outcomes) + 1, None if plan.limit else len(session.steps), plan.length_of(step))
         try:
-            outcomes.append(session.run(step, len(outcomes), log.add, now.say, show))
+            outcomes.append(session.run(step, len(outcomes), log.add if log.wanted else None, now.say, live))
         finally:
             if live is not None:
                 live.end()
@@ -123,21 +126,25 @@ def run(
         return outcomes[-1]
 
     if plan.limit:
-        report = report.replace(limit=_searched(plan, one))
+        report = report.replace(limit=_searched(session, one))
     else:
-        for step in plan.steps:
+        for step in session.steps:
             if one(step).interrupted or not outcomes[-1].figures.good:
                 break
     report = report.replace(outcomes=tuple(outcomes), interrupted=any(outcome.interrupted for outcome in outcomes))
-    return report.replace(notes=tuple(session.notes), outcomes=tuple(_judged(report)))
+    doubtful = any(outcome.figures.faults for outcome in outcomes)
+    ended = None if started is None else started.ended(doubtful=doubtful)
+    return report.replace(notes=(*plan.notes, *session.notes), outcomes=tuple(_judged(report)), ended=ended)
 
 
-def _searched(plan: Plan, one: Callable[[Step], Outcome]) -> limit.Limit:
+def _searched(session: Session, one: Callable[[Step], Outcome]) -> limit.Limit:
+    (step,) = session.steps
+
     def test(at_once: int) -> tuple[Outcome, str | None]:
-        outcome = one(Step(at_once=at_once))
-        return outcome, limit.breaks(outcome, missed(plan, outcome))
+        outcome = one(step.replace(at_once=at_once))
+        return outcome, limit.breaks(outcome, missed(session.plan, outcome))
 
-    return limit.search(test, plan.steps[0].at_once or 1, MOST_AT_ONCE)
+    return limit.search(test, step.at_once or 1, MOST_AT_ONCE)
 
 
 def _judged(report: ServeReport) -> Iterator[Outcome]:
@@ -145,9 +152,10 @@ def _judged(report: ServeReport) -> Iterator[Outcome]:
     ceiling = None if report.calibration is None else report.calibration.ceiling
     before: tuple[int, float] | None = None
     for one in report.outcomes:
-        found = verdict.beyond(one.verdict, one.output_rate, ceiling)
+        found = verdict.beyond(one.verdict, one.output_rate, ceiling, report.plan.processes)
         if one.step.at_once is not None and one.output_rate is not None:
             now = one.step.at_once, one.output_rate
             found = verdict.beside(found, now, before)
             before = now
-        yield one.replace(verdict=found)
+        engine = str(report.server.get("engine"))
+        yield one.replace(verdict=found, remarks=tuple(remarks.remarks(one, engine)))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from kvctl.loadtest import remarks
 from kvctl.loadtest.figures import DEFINITIONS, SECOND, SHOWN, TIMES
 from kvctl.loadtest.report import ServeReport, missed
 from kvctl.loadtest.run import Outcome
@@ -26,6 +27,7 @@ _GAUGES: Mapping[str, str] = {
     "requests_running_max": "Requests that ran in the server, at their most.",
     "preemptions": "Requests that lost their cache in the server.",
     "prefix_cache_hit_ratio": "Share of input tokens that were in the server's cache.",
+    "prefix_cache_design_missed": "1 where what was found in the server's cache is not what was designed.",
     "client_cpu_ratio": "Share of a core that the client took.",
     "load_seconds": "From the first sending to the last event.",
 }
@@ -106,7 +108,9 @@ def _values(report: ServeReport, one: Outcome) -> dict[str, float | None]:
         "objective_kept_ratio": figures.kept / figures.count if slo else None,
         "objective_missed": float(missed(report.plan, one) is not None) if slo else None,
         "kv_cache_usage_max_ratio": seen.kv_use, "requests_waiting_max": seen.waiting, "requests_running_max": seen.running,
-        "preemptions": seen.preemptions, "prefix_cache_hit_ratio": hits, "client_cpu_ratio": one.cpu, "load_seconds": figures.seconds,
+        "preemptions": seen.preemptions, "prefix_cache_hit_ratio": hits,
+        "prefix_cache_design_missed": None if remarks.held_against_design(one) is None else float(remarks.misses_design(one, report.server) is not None),
+        "client_cpu_ratio": one.cpu, "load_seconds": figures.seconds,
     }  # fmt: skip
 
 

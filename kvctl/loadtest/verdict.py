@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from kvctl.loadtest.figures import Figures
-from kvctl.loadtest.metrics import Sample, growth
+from kvctl.loadtest.metrics import COUNTERS, Sample, growth
 from kvctl.record import Record
 
 FULL = 0.95
@@ -21,6 +22,10 @@ CEILING = 0.7
 """Share of what the client can take in from which on it, and not the server, may be what is seen."""
 _MORE, _GAIN = 1.5, 0.1
 """So many times the requests at once, and tokens a second have to grow by such a share, or the server is at its speed."""
+
+
+_NO_ROOM = re.compile(r"context size has been exceeded", re.IGNORECASE)
+"""What llama.cpp says to requests under way when slots that share cells have filled them (tools/server/server-context.cpp)."""
 
 
 class Verdict(Record):
@@ -55,15 +60,17 @@ def window(samples: Sequence[Sample], first: int, last: int) -> Window:
         return max((sample.values[name] for sample in inside or around if name in sample.values), default=None)
 
     found = growth(around, "preemptions")
+    resets = max((grown.resets for name in COUNTERS if (grown := growth(around, name)) is not None), default=0)
     return Window(most("kv_use"), most("waiting"), most("running"), None if found is None else found.value,
-                  0 if found is None else found.resets, len(inside))  # fmt: skip
+                  resets, len(inside))  # fmt: skip
 
 
-def beyond(found: Verdict, rate: float | None, ceiling: float | None) -> Verdict:
-    """With what the client can take in, where that was measured."""
-    if rate is None or ceiling is None or rate < CEILING * ceiling or found.kind == FAILED:
+def beyond(found: Verdict, rate: float | None, ceiling: float | None, processes: int = 1) -> Verdict:
+    """With what the client can take in, where that was measured: so many tokens a second in each of its processes."""
+    if rate is None or ceiling is None or rate < CEILING * ceiling * processes or found.kind == FAILED:
         return found
-    words = f"{rate:,.0f} tokens a second came, and the client takes in {ceiling:,.0f}"
+    each = " in each of its processes" if processes > 1 else ""
+    words = f"{rate:,.0f} tokens a second came, and the client takes in {ceiling:,.0f}{each}"
     return Verdict(CLIENT, (words, *found.evidence))
 
 
@@ -85,6 +92,10 @@ def beside(found: Verdict, now: tuple[int, float], before: tuple[int, float] | N
 
 def verdict(figures: Figures, seen: Window, *, cpu: float, at_once: int | None) -> Verdict:
     """Of one load; `cpu` is the client's share of a core, `at_once` the number of requests that were kept under way."""
+    thrown = next((words for words in figures.words.get("server", ()) if _NO_ROOM.search(words)), None)
+    if thrown is not None:
+        used = () if seen.kv_use is None else (f"KV cache in use: {seen.kv_use:.0%} at most",)
+        return Verdict(KV, (f"{figures.faults['server']:,} of {figures.count:,} requests failed: {thrown}", *used))
     if not figures.good:
         return Verdict(FAILED, (f"none of {figures.count:,} requests was answered",))
     evidence = []

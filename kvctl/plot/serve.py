@@ -41,6 +41,8 @@ p{margin:.35rem 0;overflow-wrap:anywhere}.dim{color:var(--muted)}.red{color:var(
 .wide svg{min-width:620px}
 @media print{.plots{grid-template-columns:1fr 1fr}.wide svg{min-width:0}.loads th,.loads td{padding-right:.4rem;font-size:8px}}
 """
+_MOST_WORKS = 3
+"""Kinds of requests that are named."""
 _OTHER_TIMES = "TTFT and TPOT are of measured requests; tokens a second over the whole load"
 
 
@@ -74,9 +76,10 @@ def _facts(report: ServeReport) -> str:
     plan, environment = report.plan, report.environment
     cpu = environment.get("cpu")
     machine = str(cpu.get("model") or "") if isinstance(cpu, dict) else ""
-    prefix = f", {plan.prefix_tokens:,} of them shared by {plural(plan.groups, 'group')}" if plan.prefix_tokens else ""
+    works = list(dict.fromkeys(one.step.work.words for one in report.outcomes))
+    more = [f"and {plural(len(works) - _MOST_WORKS, 'other kind')}"] if len(works) > _MOST_WORKS else []
     parts = [
-        str(environment.get("time") or ""), f"{plan.input_tokens:,} tokens in{prefix}, {plan.output_tokens:,} out",
+        str(environment.get("time") or ""), *works[:_MOST_WORKS], *more,
         f"objective: {plan.slo.words} of {plan.slo_percent:g}%" if plan.slo is not None else "",
         f"client: kvctl {report.version}, {environment.get('os') or ''}{', ' + machine if machine else ''}",
         "" if report.server.get("seed") is None else f"seed {report.server['seed']}",
@@ -132,7 +135,7 @@ def _over_time(report: ServeReport, loads: Loads) -> list[Figure]:
     """Panels over the clock of the run; none where nothing has a time."""
     zero = report.zero
     ends = [(one.samples[-1].at - zero) / SECOND for _, one in loads if one.samples]
-    ends += [max(one.figures.by_second) + 1 - zero // SECOND for _, one in loads if one.figures.by_second]
+    ends += [(piece.start + piece.width - zero) / SECOND for _, one in loads for piece in one.figures.slices]
     if not ends:
         return []
     x = from_zero(max(ends), "s", 1, 12)
@@ -201,8 +204,9 @@ def _gauge(loads: Loads, zero: int, name: str) -> list[list[Point]]:
 def _preemptions(loads: Loads, zero: int) -> list[Mark]:
     out = []
     for _, one in loads:
-        before = 0.0
-        for sample, count in zip(one.samples, metrics.course(one.samples, "preemptions"), strict=True):
+        before, course = 0.0, metrics.Course(one.samples, "preemptions")
+        for sample in one.samples:
+            count = course.until(sample.at)
             if count is not None and count > before:
                 at = (sample.at - zero) / SECOND
                 out.append(
@@ -213,17 +217,21 @@ def _preemptions(loads: Loads, zero: int) -> list[Mark]:
 
 
 def _output(loads: Loads, zero: int) -> list[Point]:
-    """Tokens in each second, of all loads: events times what each carries on average."""
-    found: dict[int, float] = {}
+    """Tokens a second by time, of all loads: events of each slice times what an event carries on average, over its width. Of two loads
+    whose slices overlap the sum."""
+    steps: dict[int, float] = {}
     for _, one in loads:
         each = one.figures.tokens_a_chunk or 1.0
-        for second, count in one.figures.by_second.items():
-            found[second] = found.get(second, 0.0) + count * each
-    if not found:
-        return []
-    first, last, start = min(found), max(found), zero // SECOND
-    points = [(float(second - start), found.get(second, 0.0)) for second in range(first, last + 1)]
-    return [*points, (float(last + 1 - start), points[-1][1])]
+        for piece in one.figures.slices:
+            rate = each * piece.events * SECOND / piece.width
+            for at, change in ((piece.start, rate), (piece.start + piece.width, -rate)):
+                steps[at] = steps.get(at, 0.0) + change
+    out: list[Point] = []
+    height = 0.0
+    for at in sorted(steps):
+        height = max(0.0, round(height + steps[at], 6))  # what goes up comes down to nothing
+        out.append(((at - zero) / SECOND, height))
+    return out
 
 
 # -- throughput against latency, and how times are spread -----------------------------------------------

@@ -35,7 +35,7 @@ _TELLING = (
     ),
 )
 _AFTERWARDS = re.compile(
-    r"exiting due to|failed to create_?\s?context with model|failed to load model|encountered an error while|leaked|resource_tracker"
+    r"exiting due to|See root cause above|failed to create_?\s?context with model|failed to load model|encountered an error while|leaked|resource_tracker"
 )
 _MILD = re.compile(r"^(?:\([^()]*\) *)?(?:(?:WARNING|INFO|DEBUG) \d\d-\d\d |\d+\.\d\d\.\d{3}\.\d{3} [DIW] )")
 """Lines of vLLM and llama.cpp that are no errors by their level."""
@@ -50,12 +50,12 @@ class Child:
     def __init__(self, what: str, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         """`what` is its name in messages; `words` the program's path and arguments; output and errors go to `log`."""
         self.what, self.log = what, log
-        leash = [sys.executable, "-I", str(Path(__file__).with_name("leash.py")), str(os.getpid())]
+        leash = [sys.executable, "-I", str(Path(__file__).with_name("leash.py"))]
         try:
             with open(log, "wb") as out:
                 self._process = subprocess.Popen(
                     [*leash, *words],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # the leash: what hangs on it is killed when this end closes
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     env=dict(env),
@@ -66,7 +66,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process and group."""
+        """The group, and the process that holds it: the program is its child."""
         return self._process.pid
 
     def __enter__(self) -> Self:
@@ -126,7 +126,11 @@ class Child:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE_S)
-        self._signal(signal.SIGKILL)  # what it started may still be there
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_S)
+        self._signal(signal.SIGKILL)  # where there is no leash that reaches all
         self._process.wait()
 
     def _signal(self, number: int) -> None:
