@@ -17,11 +17,26 @@ from kvctl.loadtest.histogram import Histogram
 def test_percentiles_are_those_of_all_values(values: list[int], of: float) -> None:
     found = Histogram(values)
     nearest = sorted(values)[max(1, math.ceil(of / 100 * len(values))) - 1]
-    assert found.percentile(of).value == pytest.approx(nearest, rel=1e-3)
+    assert found.percentile(of).value == nearest
+    assert found.share_within(nearest) == sum(value <= nearest for value in values) / len(values)
     assert found.mean == pytest.approx(sum(values) / len(values))
     assert (found.smallest, found.largest, found.count) == (min(values), max(values), len(values))
     if len(values) > 1:
         assert found.deviation == pytest.approx(statistics.stdev(values), rel=1e-6, abs=1e-3)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_of_many_to_one_part_in_a_thousand(*, joined: bool) -> None:
+    lot = random.Random(2)
+    values = [int(lot.lognormvariate(18, 1)) for _ in range(140_000)]
+    found = Histogram(values[:100_000] if joined else values)
+    if joined:
+        found.join(Histogram(values[100_000:]))
+    values.sort()
+    for of in (0, 1, 50, 99, 99.99, 100):
+        nearest = values[max(1, math.ceil(of / 100 * len(values))) - 1]
+        assert found.percentile(of).value == pytest.approx(nearest, rel=1e-3)
+        assert found.share_within(nearest) == pytest.approx(of / 100, abs=0.01)
 
 
 @given(st.lists(st.integers(0, 10**12), max_size=50), st.lists(st.integers(0, 10**12), max_size=50))

@@ -72,7 +72,7 @@ def test_an_answer() -> None:
     assert (one.usage.prompt, one.usage.completion, one.usage.cached) == (7, 4, 2)
     assert len(one.stamps) == 4  # the role alone is no token
     assert one.scheduled <= one.sent <= one.ended
-    # "Sent" is when the call returned: on one machine an answer can have begun microseconds before.
+    # Microseconds lie between the kernel's clock and the monotonic one.
     assert one.sent - 1_000_000 < one.first_byte <= one.first_token <= one.last_token <= one.ended
     assert one.finish == "length"
     assert one.connect_ns is not None

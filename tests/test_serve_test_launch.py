@@ -456,7 +456,7 @@ def test_a_question_on_a_connection_that_is_closed_is_asked_once_more() -> None:
         assert client.object("/a") == {"number": 0}
         assert client.object("/b") == {"number": 2}
         with pytest.raises(KvctlError, match=r"disconnected|reset"):
-            client.object("/c")
+            client.get("/c")
         client.close()
 
 

@@ -121,6 +121,10 @@ def test_a_histogram_is_the_same_from_its_text(values: list[int]) -> None:
     assert found.rows() == whole.rows()
     assert found.mean == sum(values) / len(values)
     assert found.deviation == whole.deviation
+    exact = [whole.percentile(of) for of in (50, 99)]
+    found = Histogram.of_text(whole.text, whole.sums, min(values), max(values), exact)
+    assert [found.percentile(of) for of in (50, 99)] == exact
+    assert found.percentile(50).value == sorted(values)[(len(values) - 1) // 2]
 
 
 def test_the_text_of_a_histogram_is_what_it_says() -> None:
@@ -133,6 +137,11 @@ def test_the_text_of_a_histogram_is_what_it_says() -> None:
             Histogram.of_text(text, "5 25", 5, 5)
     with pytest.raises(ValueError, match="least"):
         Histogram.of_text("5 9", "14 106", 5, 8)
+    # 3,001 is in the bucket from 3,000 on, and so is 3,003; 3,004 is in the next.
+    for most, fine in ((3003, True), (3004, False)):
+        told = [Percentile(100, most, most, None)]
+        with contextlib.nullcontext() if fine else pytest.raises(ValueError, match="p100"):
+            assert Histogram.of_text("5*2 1100 3000", whole.sums, 5, 3001, told).percentile(100).value == most
     # Squares of 5 and 9 are 106; of two values that add up to 14 they are 98 at least, and 19 is more than twice 9.
     for sums in ("14 97", "19 200", "9 106", "14", "14 x", "-14 106"):
         with pytest.raises(ValueError, match="sums"):
@@ -264,6 +273,14 @@ def test_loads_beyond_an_hour_are_the_same_when_read() -> None:
     assert [(piece["seconds"], piece["width"], piece["events"]) for piece in pieces] == [(0, 32, 210), (32, 32, 190)]
     assert found.to_dict()["loads"][0]["began_seconds"] == 11
     assert found.outcomes[0].figures.slices.counts(found.zero, found.zero + 64 * S) == [210, 190]
+
+
+def test_a_percentile_of_many_is_the_same_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many values there are counts alone, and the middle of a bucket may be half a nanosecond."""
+    from kvctl.loadtest import histogram
+
+    monkeypatch.setattr(histogram, "_FEW", 10)
+    _same(_report(_outcome(4, [50 * MS + 65_537 * number for number in range(400)])))
 
 
 def test_a_run_and_its_file_say_the_same(kvctl: Run, tmp_path: Path) -> None:

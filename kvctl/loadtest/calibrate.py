@@ -147,7 +147,7 @@ def _errors(at_once: int, done: Sequence[Exchange], seconds: float, cpu: float) 
     ttft, itl = array("d"), array("d")
     for one in done:
         written, truth = _truth(one)
-        ttft.append(abs((one.first_token - one.sent) - (truth["first"] - truth["read"])) / 1e9)
+        ttft.append(abs((one.first_token - one.sent) - (truth["first"] - truth["came"])) / 1e9)
         for number in range(1, len(written)):
             own = one.stamps[number] - one.stamps[number - 1]
             itl.append(abs(own - (written[number] - written[number - 1])) / 1e9)

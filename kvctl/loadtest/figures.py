@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
+from operator import sub
 from typing import Any
 
 from kvctl.loadtest.exchange import Exchange
@@ -214,9 +215,9 @@ class Figures:
 
     def _gaps(self, exchange: Exchange, tokens: int) -> None:
         stamps = exchange.stamps
-        icl, itl = self.times["icl"], self.times["itl"]
+        gaps = [*map(sub, stamps[1:], stamps)]
         each = tokens <= _ONE_EACH * len(stamps)
-        gaps = [after - before for before, after in pairwise(stamps)]
+        icl, itl = self.times["icl"], self.times["itl"]
         icl.extend(gaps, *([itl] if each else ()))
         counts = exchange.counts
         if not each and len(counts) == len(stamps):

@@ -1,9 +1,10 @@
-"""Durations in bounded memory: counts by size, to one part in a thousand, whatever their number."""
+"""Durations in bounded memory: exact while they are few, then by counts of sizes, to one part in a thousand, whatever their number."""
 
 from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
 from operator import mul
@@ -11,7 +12,9 @@ from operator import mul
 from kvctl.record import Record
 
 _BITS = 10
-"""Of a value, those that are kept: buckets are a thousandth of their values wide at most."""
+"""Of a value, those that are kept: the middle of a bucket is within a thousandth of each of its values."""
+_FEW = 1 << 17
+"""Values that are kept as they are, too: a megabyte."""
 _Z95 = 1.959963984540054
 _BUCKET = re.compile(r"(\d{1,19})(?:\*([1-9]\d{0,18}))?", re.ASCII)
 _SUMS = re.compile(r"(\d{1,40}) (\d{1,60})", re.ASCII)
@@ -26,14 +29,27 @@ class Percentile(Record):
     low: float | None
     high: float | None
 
+    def like(self, other: Percentile) -> bool:
+        """Whether all three are in the same buckets as those of another."""
+        return all(
+            one is other if one is None or other is None else _key(int(one)) == _key(int(other))
+            for one, other in ((self.value, other.value), (self.low, other.low), (self.high, other.high))
+        )
+
 
 class Histogram:
     """Whole numbers from 0 on; `add` them, ask for percentiles."""
 
-    __slots__ = ("_counts", "count", "largest", "smallest", "squares", "total")
+    __slots__ = ("_counts", "_ordered", "_told", "_values", "count", "largest", "smallest", "squares", "total")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
         self._counts: dict[int, int] = {}
+        self._values: array[int] | None = array("q")
+        """All of them; None once they are too many."""
+        self._ordered = 0
+        """How many they were when they were put in order."""
+        self._told: dict[float, Percentile] = {}
+        """Percentiles that are known better than from counts: of values that are no longer here."""
         self.count = self.total = self.squares = self.largest = 0
         self.smallest: int | None = None
         self.extend(list(values))
@@ -41,6 +57,8 @@ class Histogram:
     def add(self, value: int, times: int = 1) -> None:
         """One more, or several; what is less than nothing is nothing (two clocks may differ by a microsecond)."""
         value = max(value, 0)
+        if self._values is not None:
+            self._keep((value,) * times if times + len(self._values) <= _FEW else None)
         shift = value.bit_length() - _BITS
         key = value if shift <= 0 else (shift << _BITS) + (value >> shift)  # as _key has it, without the call
         self._counts[key] = self._counts.get(key, 0) + times
@@ -66,16 +84,28 @@ class Histogram:
             counts = one._counts
             for key in keys:
                 counts[key] = counts.get(key, 0) + 1
+            one._keep(values)
             one.count += len(keys)
             one.total += total
             one.squares += squares
             one.largest = max(one.largest, most)
             one.smallest = least if one.smallest is None else min(one.smallest, least)
 
+    def _keep(self, values: Sequence[int] | None) -> None:
+        """As they are, as long as they are few; None: others that are too many already."""
+        if self._values is None:
+            return
+        if values is None or len(self._values) + len(values) > _FEW:
+            self._values = None
+        else:
+            self._values.extend(values)
+
     def join(self, other: Histogram) -> None:
         """Add all of another."""
+        self._told = {}
         for key, count in other._counts.items():
             self._counts[key] = self._counts.get(key, 0) + count
+        self._keep(other._values)
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
@@ -112,6 +142,8 @@ class Histogram:
         """
         if not self.count or not 0 <= of <= 100:
             raise ValueError("a percentile of nothing")
+        if of in self._told:
+            return self._told[of]
         share = of / 100
         rank = max(1, math.ceil(share * self.count))
         low, high = _ranks(share, self.count)
@@ -120,9 +152,11 @@ class Histogram:
         return Percentile(of, known[rank], known.get(low), known.get(high))
 
     def share_within(self, value: int) -> float:
-        """Of 1, those that are no more than `value`, to a bucket's width."""
+        """Of 1, those that are no more than `value`; of many, to a bucket's width."""
         if not self.count:
             raise ValueError("a share of nothing")
+        if self._values is not None:
+            return sum(one <= value for one in self._values) / self.count
         limit = _key(value)
         return sum(count for key, count in self._counts.items() if key <= limit) / self.count
 
@@ -144,14 +178,15 @@ class Histogram:
         return f"{self.total} {self.squares}"
 
     @classmethod
-    def of_text(cls, text: str, sums: str, smallest: int, largest: int) -> Histogram:
-        """The same again.
+    def of_text(cls, text: str, sums: str, smallest: int, largest: int, told: Iterable[Percentile] = ()) -> Histogram:
+        """The same again; of `told` the percentiles, all others from counts.
 
         Raises:
             ValueError: it is no such text, or the rest does not go with it.
 
         """
         found = cls()
+        found._values = None
         for word in text.split():
             bucket = _BUCKET.fullmatch(word)
             if bucket is None:
@@ -171,10 +206,19 @@ class Histogram:
             found.total**2 > found.squares * found.count
         ):
             raise ValueError("its sums are of other values")
+        for one in told:
+            if not one.like(found.percentile(one.of)):
+                raise ValueError(f"p{one.of:g} is not where its buckets have it")
+            found._told[one.of] = one
         return found
 
     def _at(self, ranks: list[int]) -> list[float]:
         """Values at ranks, which are in order."""
+        if self._values is not None:
+            if self._ordered != len(self._values):  # once, however many percentiles are asked for
+                self._values = array("q", sorted(self._values))
+                self._ordered = len(self._values)
+            return [float(self._values[rank - 1]) for rank in ranks]
         out: list[float] = []
         seen = 0
         for key in sorted(self._counts):

@@ -131,6 +131,7 @@ class Response:
         return False
 
     def _size(self, out: list[bytes]) -> bool:
+        self._whole(out)
         line = self._line()
         if line is None:
             return False
@@ -140,6 +141,18 @@ class Response:
         self._left = size
         self._read = self._chunk if size else self._trailer
         return True
+
+    def _whole(self, out: list[bytes]) -> None:
+        """Chunks that are there from end to end, as they are in a flood; what is unusual in any way is left to the other steps."""
+        buffer, at = self._buffer, self._at
+        while (end := buffer.find(b"\r\n", at, at + 10)) > 0:
+            size = _hex(buffer[at:end])
+            after = end + 2 + (size or 0)
+            if not size or buffer[after : after + 2] != b"\r\n":
+                break
+            out.append(buffer[end + 2 : after])
+            at = after + 2
+        self._at = at
 
     def _chunk(self, out: list[bytes]) -> bool:
         self._part(out)

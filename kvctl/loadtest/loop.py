@@ -325,13 +325,15 @@ class Loop:
 
     def _flush(self, connection: Connection) -> None:
         out = connection.out
+        now = time.monotonic_ns()
         try:
             while out:
+                # Before the call: it returns late where the server, on the same machine, is woken by it and goes first.
+                now = time.monotonic_ns()
                 out = out[connection.sock.send(out) :]
         except BlockingIOError:
             pass
         connection.out = out
-        now = time.monotonic_ns()
         connection.last = now
         if out:
             self._want(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)

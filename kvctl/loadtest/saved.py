@@ -18,8 +18,8 @@ from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
 from kvctl.files import write_whole
 from kvctl.loadtest import calibrate, lengths, load, metrics, target
 from kvctl.loadtest.capacity import Capacity, Side
-from kvctl.loadtest.figures import SECOND, SUMS, TIMES, Figures, Slo
-from kvctl.loadtest.histogram import Histogram
+from kvctl.loadtest.figures import SECOND, SHOWN, SUMS, TIMES, Figures, Slo
+from kvctl.loadtest.histogram import Histogram, Percentile
 from kvctl.loadtest.launch import Launch, Started
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.plan import Plan, Step
@@ -44,11 +44,21 @@ _Amount = _Count | _Number
 """A whole number stays one."""
 
 
+class _Percentile(msgspec.Struct):
+    value: _Number
+    low: _Number | None
+    high: _Number | None
+
+
 class _Times(msgspec.Struct):
     min: _Number
     max: _Number
     histogram: str
     sums: str
+    p50: _Percentile
+    p90: _Percentile
+    p95: _Percentile
+    p99: _Percentile
 
 
 class _Requests(msgspec.Struct):
@@ -490,7 +500,18 @@ def _figures(found: _Figures, slo: Slo | None, zero: int) -> Figures:
 
 
 def _histogram(found: _Times) -> Histogram:
-    return Histogram.of_text(found.histogram, found.sums, _whole(found.min), _whole(found.max))
+    told = ((of, getattr(found, f"p{of}")) for of in SHOWN)
+    percentiles = [Percentile(of, _half(one.value), *map(_bound, (one.low, one.high))) for of, one in told]
+    return Histogram.of_text(found.histogram, found.sums, _whole(found.min), _whole(found.max), percentiles)
+
+
+def _half(seconds: float) -> float:
+    """Nanoseconds, to a half: the middle of a bucket may have one."""
+    return round(2 * seconds * SECOND) / 2
+
+
+def _bound(seconds: float | None) -> float | None:
+    return None if seconds is None else _half(seconds)
 
 
 def _whole(seconds: float) -> int:

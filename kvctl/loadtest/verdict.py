@@ -59,6 +59,7 @@ def window(samples: Sequence[Sample], first: int, last: int) -> Window:
     def most(name: str) -> float | None:
         return max((sample.values[name] for sample in inside or around if name in sample.values), default=None)
 
+    resets = max((grown.resets for name in COUNTERS if (grown := growth(around, name)) is not None), default=0)
     found = growth(around, "preemptions")
     resets = max((grown.resets for name in COUNTERS if (grown := growth(around, name)) is not None), default=0)
     return Window(most("kv_use"), most("waiting"), most("running"), None if found is None else found.value,

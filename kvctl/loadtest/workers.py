@@ -110,7 +110,8 @@ def _piped() -> Any:
 
 def _listen(index: int, stdout: IO[bytes], inbox: queue.SimpleQueue[tuple[int, str, Any]]) -> None:
     try:
-        while True:
+        what = ""
+        while what not in (_DONE, _ERROR):  # that it ends after these is no news
             what, value = pickle.load(stdout)
             inbox.put((index, what, value))
     except (EOFError, OSError, ValueError, pickle.UnpicklingError):
