@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import UsageError
@@ -13,9 +13,11 @@ from kvctl.record import Record
 from kvctl.units import parse_tokens
 
 if TYPE_CHECKING:
+    from kvctl.loadtest.compare import Gate
     from kvctl.loadtest.figures import Slo
     from kvctl.loadtest.lengths import Spread
     from kvctl.loadtest.plan import Plan, Step
+    from kvctl.loadtest.report import ServeReport
     from kvctl.loadtest.work import Work
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)?", re.ASCII)
@@ -421,3 +423,69 @@ def _of_messages(work: Work) -> bool:
     from kvctl.loadtest.work import Given
 
     return isinstance(work, Given) and any(prompt.messages for prompt in work.prompts)
+
+
+def check_files(files: Mapping[str, str | None]) -> None:
+    """Refuses before a long run what could not be written after it; `files`: paths by the options that name them.
+
+    Raises:
+        UsageError: one is named twice, or the page does not end in .html.
+        KvctlError: one cannot be written.
+
+    """
+    from kvctl.files import check_writable
+
+    seen: dict[str, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        where = os.path.realpath(path) if "\0" not in path else path
+        if where in seen:
+            raise UsageError(f"{seen[where]} and {option} name the same file: {path[:200]}", hint="a file for each")
+        seen[where] = option
+        if option != "--log":  # which may be a pipe
+            check_writable(path)
+    report = files.get("--report")
+    if report is not None and not report.lower().endswith((".html", ".htm")):
+        raise UsageError(f"--report: {report[:200]!r} does not end in .html", hint="--report page.html")
+
+
+def read_saved(path: str, given: Sequence[str]) -> ServeReport:
+    """The report of a file, in place of a run; `given`: other options, as they were written.
+
+    Raises:
+        UsageError: they are about a run.
+        KvctlError: the file is no such report.
+
+    """
+    if given:
+        raise UsageError(f"--from shows a saved result, and {given[0]} is about a run", hint="leave one of them out")
+    from kvctl.loadtest import saved
+
+    return saved.read(path)
+
+
+def given(context: Any, but: Collection[str]) -> list[str]:
+    """Options that the command line has, besides some: as it spells them, or an argument's name."""
+    said = (param for param in context.command.params if param.name not in but)
+    return [
+        param.opts[0] if param.opts[0].startswith("-") else param.opts[0].upper()
+        for param in said
+        if getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+    ]
+
+
+def read_gates(fail_on: Sequence[str], compare: str | None) -> tuple[Gate, ...]:
+    """How much worse than before figures may be.
+
+    Raises:
+        UsageError: there is nothing before, or one is not understood.
+
+    """
+    if not fail_on:
+        return ()
+    if compare is None:
+        raise UsageError("--fail-on is about --compare", hint="--compare baseline.json --fail-on ttft_p99:+5%")
+    from kvctl.loadtest.compare import read_gate
+
+    return tuple(dict.fromkeys(read_gate(text) for text in fail_on))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvctl.loadtest.calibrate import ITL, TTFT
+from kvctl.loadtest.compare import BETTER, RATE, SAME, SHORT, UNTOLD, WORSE
 from kvctl.loadtest.figures import DEFINITIONS, RATES
 from kvctl.loadtest.verdict import CEILING
 from kvctl.units import format_seconds, plural
@@ -13,6 +15,7 @@ from kvctl.words import one_line
 if TYPE_CHECKING:
     from kvctl.loadtest.calibrate import Calibration
     from kvctl.loadtest.capacity import Capacity
+    from kvctl.loadtest.compare import Comparison
     from kvctl.loadtest.histogram import Histogram
     from kvctl.loadtest.limit import Limit
     from kvctl.loadtest.load import Length
@@ -34,7 +37,7 @@ def table_of(report: ServeReport) -> list[list[str]]:
 
 def print_serve(screen: Screen, report: ServeReport, *, explain: bool) -> None:
     """The table, and the lines that explain it."""
-    screen.line(one_line(_heading(report)))
+    screen.line(one_line(heading(report)))
     if report.outcomes:
         rows = table_of(report)
         styles = ["dim", *("red" if one.given_up or not one.figures.good else "" for one in report.outcomes)]
@@ -85,7 +88,8 @@ def _length(length: Length) -> str:
     return " or ".join(part for part in parts if part)
 
 
-def _heading(report: ServeReport) -> str:
+def heading(report: ServeReport) -> str:
+    """The server in a line."""
     server, plan = report.server, report.plan
     if not server:
         return f"{plan.place.root}{plan.path}"
@@ -275,3 +279,58 @@ def _footer(report: ServeReport) -> str:
         else ""
     )
     return f"TTFT, E2E from the end of sending; TPOT of each request; p99: 99 of 100 do not exceed it; {made}--explain has the definitions"
+
+
+def comparison_table(found: Comparison) -> list[list[str]]:
+    """A heading, and a row for each figure of each load."""
+    out = [["load", "figure", "before", "now", "change", "95% interval", ""]]
+    for one in found.loads:
+        for row in one.rows:
+            change = "–" if row.ratio is None else f"{row.ratio.value - 1:+.1%}"
+            between = "–"
+            if row.ratio is not None and row.ratio.low is not None and row.ratio.high is not None:
+                between = f"{row.ratio.low - 1:+.1%} to {row.ratio.high - 1:+.1%}"
+            name = "tokens/s out" if row.what == RATE else row.what.replace("_", " ").upper().replace(" P", " p")
+            out.append(
+                [
+                    one.name,
+                    name,
+                    _amount(row.before, row.what),
+                    _amount(row.now, row.what),
+                    change,
+                    between,
+                    row.verdict,
+                ]
+            )
+    return out
+
+
+def _amount(value: float | None, what: str) -> str:
+    return "–" if value is None else f"{value:,.0f}" if what == RATE else format_seconds(value)
+
+
+def comparison_lines(found: Comparison) -> list[tuple[str, str]]:
+    """What is said under it, with its style: what else differs, and what cannot be compared."""
+    out = [(f"{what}: {_said(before)} before, {_said(now)} now", "yellow") for what, before, now in found.differences]
+    out += [(line, "") for line in found.unmatched]
+    return [*out, (found.note, "dim")]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {item}" for name, item in value.items() if item is not None and item is not False)
+    return "–" if value is None else one_line(str(value))
+
+
+def print_comparison(screen: Screen, found: Comparison) -> None:
+    """This run beside an earlier one."""
+    rows = comparison_table(found)
+    styles = {WORSE: "red", BETTER: "green", UNTOLD: "dim", SHORT: "dim", SAME: "dim"}
+    screen.line()
+    screen.line(f"beside {one_line(found.earlier)}:", "bold")
+    lines: list[Line] = [
+        (cells, None, "dim" if not number else styles.get(cells[-1], "")) for number, cells in enumerate(rows)
+    ]
+    screen.table("llrrrrl", lines)
+    for line, style in comparison_lines(found):
+        screen.line(line, style)

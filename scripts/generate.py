@@ -23,7 +23,7 @@ from typing import Any
 from schemas import KINDS, SCHEMAS, SIZE_RESULT
 from schemas_profile import POINT, PROFILE
 from schemas_quantize import QUANTIZE, RESULT
-from schemas_serve import LOAD, SERVE_TEST
+from schemas_serve import COMPARE, LOAD, SERVE_TEST
 
 from kvctl import __version__
 from kvctl.cli import command as command_tree
@@ -64,10 +64,12 @@ EXIT_MEANING_OF = {
 }
 
 EXIT_MEANING_OF["kvctl serve-test"] = {
-    ExitCode.OK: "Done, and the objective of --slo is kept.",
-    ExitCode.FAILED: "Failed: the server could not be reached or started, ended, or refuses such requests, or a load was given up because too many failed.",
+    ExitCode.OK: "Done, and the objective of --slo and every --fail-on are kept.",
+    ExitCode.FAILED: "Failed: the server could not be reached or started, ended, or refuses such requests, a load was given up because too many "
+    "failed, or too few requests were answered to tell whether a --fail-on is kept.",
     ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
-    ExitCode.ANSWER_IS_NO: "The objective of --slo is missed, or what was found in the server's cache is not what was designed.",
+    ExitCode.ANSWER_IS_NO: "The objective of --slo is missed, what was found in the server's cache is not what was designed, or a figure is "
+    "surely worse than before by more than --fail-on allows.",
     ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); what came until then is printed.",
 }
 
@@ -147,7 +149,13 @@ ABOUT = {
         "else transformers.",
         "What the server says of the size of its KV cache stands beside what kvctl size predicts for the same model and settings. Those are "
         "known of --launch, from the log of its start (--server-log), or in part from --size-model; what nobody says is not available.",
-        "Progress and notes go to standard error.",
+        "--save keeps the result, and --from shows it again: as a table, a web page (--report), metrics (--prometheus), JUnit's XML (--junit), or "
+        "beside another (--compare). Loads are compared that send the same kind of requests in the same way; percentiles by their "
+        "95% intervals (order statistics, combined by the rule of Zou and Donner), output tokens a second by Welch's t test over ten pieces of "
+        "the load. --fail-on asks whether a figure is surely worse than before by more than so much: the whole interval lies beyond. A 99th "
+        "percentile takes 563 good requests in both runs, a 95th 110, a median 8; where a run has too few, this is said before anything is sent.",
+        "Progress and notes go to standard error. On a terminal the load that runs is drawn there: how far it is, the KV cache, and the course "
+        "of TTFT, TPOT and output.",
     ),
     "kvctl profile": (
         "MODEL runs on this machine in transformers and torch, which come with the extra: pip install 'kvctl[measure]'. "
@@ -541,6 +549,8 @@ def serve_sections() -> Iterator[Section]:
             keys_of(SERVE_TEST),
             "A load has these keys:",
             keys_of(LOAD),
+            "With --compare there is a comparison (schema kvctl.serve-compare/1), with these keys:",
+            keys_of(COMPARE),
         ],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from schema_parts import FIT, LOG, MODEL, VERSION, WEIGHTS, document, maybe, obj, of, whole
 from schemas_profile import PROFILE
 from schemas_quantize import BACKENDS, QUANTIZE, WAYS
-from schemas_serve import CALIBRATION, SERVE_TEST
+from schemas_serve import CALIBRATION, COMPARE, SERVE_TEST
 
 KINDS = {
     "full_attention": "Keys and values of every token.",
@@ -230,6 +230,7 @@ SCHEMAS = {
     "kvctl.quantize/1": QUANTIZE,
     "kvctl.serve-test/1": SERVE_TEST,
     "kvctl.calibration/1": CALIBRATION,
+    "kvctl.serve-compare/1": COMPARE,
     "kvctl.weight-formats/1": WAYS,
     "kvctl.backends/1": BACKENDS,
     "kvctl.gpus/1": document(

@@ -22,6 +22,11 @@ _TIMES = maybe(
             "min": number("The least."),
             "max": number("The most."),
             **{f"p{of_}": _PERCENTILE for of_ in (50, 90, 95, 99)},
+            "histogram": text(
+                "All of them: the nanoseconds at which each bucket begins, and after a star how many it holds, if more than one. "
+                "A bucket is 1/512 of its value wide at most; below 1,024 ns each value has its own."
+            ),
+            "sums": text("Of all values in nanoseconds, and of their squares: exact."),
         },
     )
 )
@@ -63,6 +68,7 @@ FIGURES = obj(
         "seconds": number("From the first sending to the last event."),
         "per_second": of("object", "Requests, input, output and total tokens, and requests that keep the objective."),
         "times": of("object", "By the names of definitions.", additionalProperties=_TIMES),
+        "sums": of("object", "Counts that the figures are made of."),
         "events": whole("With output."),
         "events_bundled": whole("That came in one read with others before them, and share a stamp."),
         "without_kernel_stamps": whole("Good ones of which not all stamps are the kernel's."),
@@ -71,6 +77,7 @@ FIGURES = obj(
 LOAD = obj(
     "One load.",
     {
+        "name": text("In words, another for each load: 16 at once."),
         "step": obj(
             "What was sent.",
             {
@@ -79,10 +86,14 @@ LOAD = obj(
                 "last_rate": maybe(number("A second, at the end, where the rate changes.")),
                 "burstiness": maybe(number("Of the gaps; null: even.")),
                 "words": text("The same in words."),
+                "beside": text("In what its requests differ from those of the run's other loads, in words."),
                 "work": of(
                     "object", "The kind of requests: made, of a trace, or prompts of a file; lengths in tokens."
                 ),
             },
+        ),
+        "began_seconds": maybe(
+            number("When its first measured request was due, on the clock of the run; null: there was none.")
         ),
         "sent": whole("Requests, those of the warm-up among them."),
         "whole_seconds": number("From the first measured request to the end of sending."),
@@ -120,8 +131,12 @@ LOAD = obj(
                 "resets": whole("Times that counters fell: the server was restarted."),
                 "counters": of("object", "How far counters went over the whole load, warm-up and all."),
                 "series": listed(
-                    "Looks: seconds, and gauges; of many looks the highest of neighbours.", {"type": "object"}
+                    "Looks: seconds on the clock of the run, gauges, and preemptions since the load's first look; of many looks the "
+                    "highest of neighbours.",
+                    {"type": "object"},
                 ),
+                "info": of("object", "Labels of lines that say how the engine is set up."),
+                "all_looks": maybe(whole("Before, in and after that time; null where there is no page.")),
                 "failed_looks": maybe(whole("Looks that gave nothing; null where there is no page.")),
                 "seconds_looking": maybe(number("That all looks took.")),
             },
@@ -138,9 +153,10 @@ LOAD = obj(
             obj(
                 "One in which something came.",
                 {
-                    "seconds": of("number", "When it began, by the clock of series; the first began before that."),
+                    "seconds": number("When it began, on the clock of the run."),
                     "width": number("Seconds that it lasted."),
                     "events": whole("With output, of whatever request."),
+                    "gaps": whole("Events with another of their request before them."),
                     "between_events": maybe(number("Seconds between two of one request, on average.")),
                     "preemptions": maybe(number("In it; null is not available.")),
                     **{
@@ -186,6 +202,68 @@ _SIDE = obj(
         "blocks": maybe(whole("Of a pool.")),
         "concurrency": maybe(number("Requests of the longest length that the server takes.")),
         "requests": maybe(whole("Requests of this run's length that are served at once.")),
+    },
+)
+COMPARE = document(
+    "kvctl.serve-compare/1",
+    "What kvctl serve-test --compare --json has as comparison",
+    {
+        "earlier": text("The file of the run before."),
+        "loads": listed(
+            "Loads that both runs have.",
+            obj(
+                "One load.",
+                {
+                    "name": text("In words."),
+                    "good_requests": obj("Of each run.", {"before": whole("Then."), "now": whole("Now.")}),
+                    "rows": listed(
+                        "Its figures.",
+                        obj(
+                            "One figure.",
+                            {
+                                "what": text("A time and a percentile (ttft_p99), or output_tokens."),
+                                "unit": text("Of both values.", "s", "tokens/s"),
+                                "before": maybe(number("Then; null where it was not measured.")),
+                                "now": maybe(number("Now.")),
+                                "ratio": maybe(number("Now over before.")),
+                                "low": maybe(number("With 95% confidence no less; null of too few requests.")),
+                                "high": maybe(number("And no more.")),
+                                "verdict": text(
+                                    "In words.",
+                                    "better",
+                                    "worse",
+                                    "same within noise",
+                                    "too few requests",
+                                    "too short",
+                                    "not measured",
+                                ),
+                            },
+                        ),
+                    ),
+                    "checks": listed(
+                        "Of --fail-on.",
+                        obj(
+                            "One of them.",
+                            {
+                                "gate": text("As it was asked for."),
+                                "broken": of(
+                                    ["boolean", "null"],
+                                    "Whether it is worse than that for sure; null: nothing is sure.",
+                                ),
+                            },
+                        ),
+                    ),
+                },
+            ),
+        ),
+        "differences": listed(
+            "What else differs.",
+            obj("One of them.", {"what": text("What."), "before": {}, "now": {}}),
+        ),
+        "unmatched": listed("Loads that only one run has.", STRINGS),
+        "broken": listed("Checks that are broken, in words.", STRINGS),
+        "untold": listed("Checks of which nothing is sure, in words.", STRINGS),
+        "note": text("What the intervals are of."),
     },
 )
 SERVE_TEST = document(
@@ -249,13 +327,16 @@ SERVE_TEST = document(
                     "program": text("Where the program is."),
                     "log": text("The file that its log is in."),
                     "seconds": number("From its start until it was ready."),
+                    "ended": of(["string", "null"], "Why it was gone before it was to be."),
                 },
             )
         ),
         "missed": listed("Objectives that loads miss, and finds in the server's cache other than designed.", STRINGS),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),
+        "comparison": of("object", "With --compare: this run beside an earlier one (schema kvctl.serve-compare/1)."),
     },
+    optional=("comparison",),
 )
 CALIBRATION = document(
     "kvctl.calibration/1",

@@ -9,8 +9,24 @@ import typer
 
 from kvctl.options_shared import Format, Json, Quiet
 
+_OF_SAVED = (
+    "from_",
+    "save",
+    "compare",
+    "fail_on",
+    "report",
+    "prometheus",
+    "junit",
+    "explain",
+    "format_",
+    "json_",
+    "quiet",
+)
+"""Options that go with --from."""
+
 
 def serve_test(
+    context: typer.Context,
     url: Annotated[
         Optional[str],
         typer.Argument(
@@ -306,6 +322,55 @@ def serve_test(
         Optional[str],
         typer.Option("--log", metavar="FILE", help="Write a line of JSON for every request.", show_default=False),
     ] = None,
+    save: Annotated[
+        Optional[str], typer.Option("--save", metavar="FILE", help="Keep the result, as JSON.", show_default=False)
+    ] = None,
+    from_: Annotated[
+        Optional[str],
+        typer.Option("--from", metavar="FILE", help="Show a saved result in place of a run.", show_default=False),
+    ] = None,
+    compare: Annotated[
+        Optional[str],
+        typer.Option(
+            "--compare",
+            metavar="FILE",
+            help="Put a saved result before this one: what differs, and whether that is more than noise.",
+            show_default=False,
+        ),
+    ] = None,
+    fail_on: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--fail-on",
+            metavar="CHANGE",
+            help="Exit with status 3 where a figure is surely worse than before by more: ttft_p99:+5%, output_tokens:-5%. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    report: Annotated[
+        Optional[str],
+        typer.Option(
+            "--report", metavar="FILE", help="Write a web page with tables and plots: FILE.html.", show_default=False
+        ),
+    ] = None,
+    prometheus: Annotated[
+        Optional[str],
+        typer.Option(
+            "--prometheus",
+            metavar="FILE",
+            help="Write metrics for node_exporter's textfile collector: FILE.prom.",
+            show_default=False,
+        ),
+    ] = None,
+    junit: Annotated[
+        Optional[str],
+        typer.Option(
+            "--junit",
+            metavar="FILE",
+            help="Write JUnit's XML: a test for each load, objective and --fail-on.",
+            show_default=False,
+        ),
+    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -329,13 +394,15 @@ def serve_test(
       kvctl serve-test http://127.0.0.1:8000 --turns 6 --turn-tokens 100-400 --think 2s -c 32
       kvctl serve-test http://127.0.0.1:8000 --trace mooncake.jsonl --speed 2 --duration 10m
       kvctl serve-test http://127.0.0.1:8000 --find-limit --slo tpot=50ms,p95
+      kvctl serve-test http://127.0.0.1:8000 -c 8 -n 600 --save today.json --compare main.json --fail-on ttft_p99:+5%
+      kvctl serve-test --from today.json --report today.html
       kvctl serve-test --launch llama.cpp --model model-Q4_1.gguf -c 4
       kvctl serve-test --launch "vllm serve ./model --max-model-len 2048" --find-limit
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
     from kvctl import options, options_launch, options_serve, output_profile, output_serve, signals
-    from kvctl.errors import ExitCode, UsageError
+    from kvctl.errors import UsageError
 
     form = options.read_output_format(format_, json_)
     if calibrate:
@@ -345,39 +412,56 @@ def serve_test(
 
         signals.heed()
         with output_profile.live(quiet=quiet) as progress:
-            found = own.calibrate(progress.now.say)
-        own.save(found)
-        output_serve.emit_calibration(found, form)
+            errors = own.calibrate(progress.now.say)
+        own.save(errors)
+        output_serve.emit_calibration(errors, form)
         return
-    aim = options_launch.read_aim(
-        url, launch, model, server_log=server_log, start_timeout=start_timeout, dry_run=dry_run
+    options_serve.check_files(
+        {"--save": save, "--report": report, "--prometheus": prometheus, "--junit": junit, "--log": log}
     )
-    load = options_serve.Load(
-        input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, turns=turns,
-        turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
-        burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
-    )  # fmt: skip
-    plan = options_serve.read_plan(
-        aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
-        extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache, processes=processes,
-    )  # fmt: skip
-    plan = plan.replace(
-        sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes
-    )
-    signals.heed()
-    from kvctl.loadtest import tests
+    gates = options_serve.read_gates(fail_on or [], compare)
+    earlier = None if compare is None else options_serve.read_saved(compare, ())
+    if from_ is not None:
+        found = options_serve.read_saved(from_, options_serve.given(context, _OF_SAVED))
+    else:
+        aim = options_launch.read_aim(
+            url, launch, model, server_log=server_log, start_timeout=start_timeout, dry_run=dry_run
+        )
+        load = options_serve.Load(
+            input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, turns=turns,
+            turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
+            burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
+        )  # fmt: skip
+        plan = options_serve.read_plan(
+            aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
+            extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache, processes=processes,
+        )  # fmt: skip
+        plan = plan.replace(
+            sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes
+        )
+        if earlier is not None and compare is not None:
+            from kvctl.loadtest.compare import check_plan
 
-    if dry_run:
-        output_serve.emit_serve(tests.planned(plan), form, quiet=quiet, explain=explain)
-        return
-    with output_profile.live(quiet=quiet) as progress, tests.Log(log) as kept:
-        report = tests.run(plan, progress.now, kept)
-    output_serve.emit_serve(report, form, quiet=quiet, explain=explain)
-    if report.interrupted:
+            check_plan(plan, earlier, compare, gates)
+        signals.heed()
+        from kvctl.loadtest import tests
+
+        if dry_run:
+            output_serve.emit_serve(tests.planned(plan), form, quiet=quiet, explain=explain)
+            return
+        with output_serve.live(quiet=quiet) as (now, live, done), tests.Log(log) as kept:
+            found = tests.run(plan, now, kept, live, done)
+    comparison = None
+    if earlier is not None and compare is not None and found.outcomes:
+        from kvctl.loadtest.compare import compare as beside
+
+        comparison = beside(found, earlier, compare, gates)
+    output_serve.emit_serve(found, form, quiet=quiet, explain=explain, comparison=comparison)
+    output_serve.write_files(
+        found, comparison, explain=explain, save=save, page=report, prometheus=prometheus, junit=junit
+    )
+    if found.interrupted and from_ is None:
         raise KeyboardInterrupt
-    if report.failed:
-        output_profile.say_broken(report.failed)
-        raise SystemExit(ExitCode.FAILED)
-    if report.missed:
-        output_profile.say_broken(report.missed)
-        raise SystemExit(ExitCode.ANSWER_IS_NO)
+    for lines, code in output_serve.outcome(found, comparison):
+        output_profile.say_broken(lines)
+        raise SystemExit(code)

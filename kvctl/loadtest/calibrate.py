@@ -200,15 +200,28 @@ def save(found: Calibration) -> None:
 def load() -> Calibration | None:
     """The newest of this machine; None where there is none, or none that can be read."""
     try:
-        found = json.loads(place().read_text(encoding="utf-8"))
-        errors = tuple(Errors(**{name: one[name] for name in Errors._fields}) for one in found["errors"])
-        out = Calibration(
-            errors,
-            float(found["ceiling_tokens_per_second"]),
-            bool(found["kernel_stamps"]),
-            str(found["machine"]),
-            str(found["at"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        out = of_dict(json.loads(place().read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return None
-    return out if out.machine == machine() and out.errors else None
+    return out if out.machine == machine() else None
+
+
+def of_dict(found: Any) -> Calibration:
+    """What `to_dict` wrote.
+
+    Raises:
+        ValueError: it is something else.
+
+    """
+    try:
+        errors = tuple(
+            Errors(int(one["at_once"]), int(one["requests"]), *(float(one[name]) for name in Errors._fields[2:]))
+            for one in found["errors"]
+        )
+        ceiling = float(found["ceiling_tokens_per_second"])
+        out = Calibration(errors, ceiling, bool(found["kernel_stamps"]), str(found["machine"]), str(found["at"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no calibration: {error}") from None
+    if not errors:
+        raise ValueError("no calibration: it has no errors")
+    return out

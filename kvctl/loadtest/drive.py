@@ -131,9 +131,12 @@ class Ready:
         return made
 
 
-def put(job: Job, keep: Keep, tick: Callable[[Seen], None], start: Callable[[], int | None]) -> Driven:
+def put(
+    job: Job, keep: Keep, tick: Callable[[Seen], None], start: Callable[[], int | None],
+    show: Callable[[Figures, Loop], None] = lambda figures, loop: None,
+) -> Driven:  # fmt: skip
     """The load. `tick` is called ten times a second; `start` when connections are open and requests are made, and says when to begin
-    (None: now). On Ctrl-C what came until then is returned.
+    (None: now); `show` once before that, with what another thread may look at. On Ctrl-C what came until then is returned.
 
     Raises:
         KvctlError: there are no connections.
@@ -175,6 +178,7 @@ def put(job: Job, keep: Keep, tick: Callable[[Seen], None], start: Callable[[], 
     with undisturbed():
         try:
             loop.open(min(at_once or 8, _MOST_OPENED))
+            show(figures, loop)
             begin = start()
             # Its clock begins as it is made: not before there are connections.
             source = _source(job, at_once, lambda number: ready.take(), told, clock, begin)

@@ -32,7 +32,7 @@ RATES: Mapping[str, str] = {
     "error rate": "failed requests / ended requests, each once; failures are no samples of any time",
 }
 """What other figures mean."""
-_SUMS = (
+SUMS = (
     "good", "kept", "tokens_in", "tokens_out", "cached", "known", "chunks", "bundled", "with_prompt", "with_cached", "with_built", "built",
     "counted", "with_known", "without_usage", "short", "reconnects", "user_stamps", "events", "answered", "waited",
 )  # fmt: skip
@@ -236,7 +236,7 @@ class Figures:
         for kind, words in other.words.items():
             own = self.words.setdefault(kind, [])
             own += [one for one in words if one not in own][: max(0, _MOST_WORDS - len(own))]
-        for name in _SUMS:
+        for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first = min(self.first or other.first, other.first or self.first)
         self.last = max(self.last, other.last)
@@ -292,11 +292,12 @@ class Figures:
             "seconds": self.seconds,
             "per_second": self.rates(),
             "times": {name: _times(self.times[name]) for name in TIMES},
-            "events_bundled": self.bundled, "events": self.chunks, "without_kernel_stamps": self.user_stamps,
+            "sums": {name: getattr(self, name) for name in SUMS}, "events_bundled": self.bundled, "events": self.chunks, "without_kernel_stamps": self.user_stamps,
         }  # fmt: skip
 
 
-_SHOWN = (50, 90, 95, 99)
+SHOWN = (50, 90, 95, 99)
+"""Percentiles that JSON has."""
 
 
 def _times(found: Histogram) -> dict[str, Any] | None:
@@ -306,8 +307,8 @@ def _times(found: Histogram) -> dict[str, Any] | None:
         "count": found.count, "mean": found.mean / SECOND, "standard_deviation": found.deviation / SECOND,
         "min": (found.smallest or 0) / SECOND, "max": found.largest / SECOND,
     }  # fmt: skip
-    for of in _SHOWN:
+    for of in SHOWN:
         at = found.percentile(of)
         bounds = [None if bound is None else bound / SECOND for bound in (at.low, at.high)]
         out[f"p{of}"] = {"value": at.value / SECOND, "low": bounds[0], "high": bounds[1]}
-    return out
+    return out | {"histogram": found.text, "sums": found.sums}

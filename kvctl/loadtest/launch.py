@@ -158,10 +158,12 @@ class Started(Record):
     log: str
     seconds: float
     """From its start until it was ready."""
-    child: Child
+    child: Child | None = None
+    """None: of a result that was saved."""
 
     def ended(self, *, doubtful: bool) -> str | None:
         """Why it is no longer there, as far as it says; None while it runs. `doubtful`: requests failed, as they do a moment before."""
+        assert self.child is not None
         if doubtful:
             self.child.may_end(_MOMENT_S)
         return None if self.child.running else f"{self.child.what} ended: {self.child.last_words()}"

@@ -216,6 +216,11 @@ class Course:
         steps = [found.value for pair in pairwise(kept) if (found := growth(pair, meaning)) is not None]
         self._sums = list(accumulate(steps, initial=0.0)) if kept else []
 
+    def until(self, at: int) -> float | None:
+        """From the first look to the one at that very time; None where that did not say."""
+        place = bisect_left(self._at, at)
+        return self._sums[place] if place < len(self._at) and self._at[place] == at else None
+
     def between(self, first: int, last: int) -> float | None:
         """From the last look before `first` to the last before `last`; None where there are none."""
         start, end = bisect_left(self._at, first) - 1, bisect_left(self._at, last) - 1

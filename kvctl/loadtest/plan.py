@@ -44,9 +44,14 @@ class Step(Record):
             pace = f"{self.rate:g} to {self.last_rate:g} a second"
         return f"{pace}, {self.beside}" if self.beside else pace
 
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What makes a load another one than others, in whatever run."""
+        return {name: value for name, value in self.to_dict().items() if name not in ("words", "beside")}
+
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in ("at_once", "rate", "last_rate", "burstiness")}
-        return out | {"words": self.words, "work": self.work.to_dict()}
+        return out | {"words": self.words, "beside": self.beside, "work": self.work.to_dict()}
 
 
 class Plan(Record):

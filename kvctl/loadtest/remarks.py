@@ -111,15 +111,21 @@ def preemption_cost(one: Outcome) -> tuple[float, float] | None:
 # -- prefix caching ----------------------------------------------------------------------------------
 
 
+def held_against_design(one: Outcome) -> float | None:
+    """Share of input tokens that was found in the cache, where that can be held against what was designed: see `misses_design`."""
+    seen = one.hit_rate if one.hit_rate is not None else one.counted_hit_rate
+    work = one.step.work
+    return seen if isinstance(work, Made) and work.turns == 1 and one.figures.tokens_in else None
+
+
 def misses_design(one: Outcome, server: Mapping[str, Any]) -> str | None:
     """In what way made prompts were found in the cache other than they were meant to be; None where they were, or no one says.
 
     An engine that keeps blocks finds whole ones only, and a template's own beginning is the same in all prompts. Turns of a
     conversation and requests of a trace are found as far as the cache is large: that is what they are sent for.
     """
-    seen = one.hit_rate if one.hit_rate is not None else one.counted_hit_rate
-    work, figures = one.step.work, one.figures
-    if seen is None or not isinstance(work, Made) or work.turns > 1 or not figures.tokens_in:
+    seen, work, figures = held_against_design(one), one.step.work, one.figures
+    if seen is None or not isinstance(work, Made):
         return None
     block = block_size(one, server) or 1
     prefix, around, whole = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl import __version__
@@ -13,7 +14,7 @@ from kvctl.loadtest.capacity import Capacity
 from kvctl.loadtest.figures import DEFINITIONS, RATES, TIMES
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.plan import Plan
-from kvctl.loadtest.run import Outcome, Session
+from kvctl.loadtest.run import SECOND, Outcome, Session
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -44,6 +45,24 @@ class ServeReport(Record):
     dry: bool = False
     """Nothing was sent."""
     interrupted: bool = False
+    version: str = __version__
+    """Of the kvctl that measured it."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of loads, each another: "16 at once", "16 at once (2)"."""
+        seen: Counter[str] = Counter()
+        out = []
+        for one in self.outcomes:
+            words = one.step.words
+            seen[words] += 1
+            out.append(words if seen[words] == 1 else f"{words} ({seen[words]})")
+        return out
+
+    @property
+    def zero(self) -> int:
+        """Where the clock of the whole run begins."""
+        return zero_of(self.outcomes)
 
     @property
     def predicted(self) -> int | None:
@@ -76,20 +95,36 @@ class ServeReport(Record):
     def to_dict(self) -> dict[str, Any]:
         plan = self.plan
         return {
-            "schema": SCHEMA, "kvctl_version": __version__, "dry_run": self.dry, "interrupted": self.interrupted,
+            "schema": SCHEMA, "kvctl_version": self.version, "dry_run": self.dry, "interrupted": self.interrupted,
             "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
-            "settings": {
-                "requests": None if plan.length is None else plan.length.requests,
-                "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors, "retries": plan.retries, "processes": plan.processes,
-                "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
-                "steps": [step.to_dict() for step in plan.steps],
-            },
+            "settings": settings_of(plan),
             "definitions": dict(DEFINITIONS) | dict(RATES), "calibration": None if self.calibration is None else self.calibration.to_dict(),
-            "loads": [load_of(one) for one in self.outcomes],
+            "loads": [load_of(one, name, self.zero) for one, name in zip(self.outcomes, self.names, strict=True)],
             "limit": None if self.limit is None else self.limit.to_dict() | {"predicted": self.predicted},
             "capacity": None if self.capacity is None else self.capacity.to_dict(),
-            "started": None if self.started is None else self.started.to_dict(), "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
+            "started": None if self.started is None else self.started.to_dict() | {"ended": self.ended}, "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
         }  # fmt: skip
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """What was asked for."""
+    return {
+        "requests": None if plan.length is None else plan.length.requests,
+        "seconds": None if plan.length is None else plan.length.seconds, "warm_up": plan.warm, "seed": plan.seed, "max_error_percent": plan.most_errors,
+        "retries": plan.retries, "processes": plan.processes, "reset_cache": plan.reset_cache, "find_limit": plan.limit,
+        "launch": None if plan.launch is None else plan.launch.shown,
+        "objective": None if plan.slo is None else plan.slo.to_dict() | {"percent": plan.slo_percent},
+        "steps": [step.to_dict() for step in plan.steps],
+    }  # fmt: skip
+
+
+def zero_of(outcomes: Sequence[Outcome]) -> int:
+    """Where the clock of some loads begins: in whole slices of them before all that has a time, so that each slice is so too."""
+    moments = [one.began for one in outcomes if one.began]
+    moments += [one.samples[0].at for one in outcomes if one.samples]
+    moments += [piece.start for one in outcomes for piece in one.figures.slices]
+    width = max((one.figures.slices.width for one in outcomes), default=SECOND)
+    return min(moments, default=0) // width * width
 
 
 def missed(plan: Plan, one: Outcome) -> str | None:
@@ -103,26 +138,28 @@ def missed(plan: Plan, one: Outcome) -> str | None:
     return f"{share:.1f}% of requests keep {plan.slo.words}, and {plan.slo_percent:g}% are asked for"
 
 
-def load_of(one: Outcome) -> dict[str, Any]:
-    """One load."""
+def load_of(one: Outcome, name: str | None = None, zero: int | None = None) -> dict[str, Any]:
+    """One load; without `zero` by a clock of its own."""
     seen = one.window
-    first = one.samples[0].at if one.samples else 0
+    zero = zero_of([one]) if zero is None else zero
+    lost = metrics.Course(one.samples, "preemptions")
     return {
-        "step": one.step.to_dict(), "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
+        "name": name or one.step.words, "step": one.step.to_dict(), "began_seconds": (one.began - zero) / SECOND if one.began else None, "sent": one.sent, "whole_seconds": one.seconds, "output_tokens_per_second": one.output_rate,
         "all": one.figures.to_dict(), "steady": one.steady.to_dict() | ({"times": dict.fromkeys(TIMES)} if one.refused else {}), "steady_refused": one.refused,
         "verdict": {"kind": one.verdict.kind, "evidence": list(one.verdict.evidence)},
         "metrics": {
             "looks": seen.looks, "kv_use_max": seen.kv_use, "waiting_max": seen.waiting, "running_max": seen.running,
             "preemptions": seen.preemptions, "resets": seen.resets, "counters": dict(one.counters),
-            "series": [{"seconds": (sample.at - first) / 1e9, **_gauges(sample)} for sample in one.samples],
-            "failed_looks": None if one.watched is None else one.watched.misses, "seconds_looking": None if one.watched is None else one.watched.seconds,
+            "series": [{"seconds": (sample.at - zero) / SECOND, **_gauges(sample), "preemptions": lost.until(sample.at)} for sample in one.samples],
+            "info": {name: dict(labels) for name, labels in one.samples[-1].info.items()} if one.samples else {},
+            "all_looks": None if one.watched is None else one.watched.looks, "failed_looks": None if one.watched is None else one.watched.misses, "seconds_looking": None if one.watched is None else one.watched.seconds,
         },
-        "slices": list(_slices(one, first)), "preemption_cost": _cost(one), "ttft_beside_server": _beside(one), "remarks": list(one.remarks),
+        "slices": list(_slices(one, zero)), "preemption_cost": _cost(one), "ttft_beside_server": _beside(one), "remarks": list(one.remarks),
         "retried": one.retried, "lengths_changed": one.cut, "designed_hit_rate": one.designed, "hit_rate": one.hit_rate, "hit_rate_of_counters": one.counted_hit_rate, "client_cpu": one.cpu, "given_up": one.given_up, "interrupted": one.interrupted,
     }  # fmt: skip
 
 
-def _slices(one: Outcome, first: int) -> Iterator[dict[str, float | None]]:
+def _slices(one: Outcome, zero: int) -> Iterator[dict[str, float | None]]:
     """What came in each slice of time, beside what the server said in it: one clock for both."""
     preempted = metrics.Course(one.samples, "preemptions").between
     at = [sample.at for sample in one.samples]
@@ -134,7 +171,7 @@ def _slices(one: Outcome, first: int) -> Iterator[dict[str, float | None]]:
             for name in metrics.GAUGES
         }
         yield {
-            "seconds": (piece.start - (first or one.figures.first)) / 1e9, "width": piece.width / 1e9, "events": piece.events,
+            "seconds": (piece.start - zero) / SECOND, "width": piece.width / SECOND, "events": piece.events, "gaps": piece.gaps,
             "between_events": piece.gap, "preemptions": preempted(piece.start, end), **most,
         }  # fmt: skip
 

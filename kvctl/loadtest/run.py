@@ -6,7 +6,6 @@ import json
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvctl import texts
 from kvctl.errors import KvctlError
@@ -15,14 +14,12 @@ from kvctl.loadtest.capacity import Sizing
 from kvctl.loadtest.counting import counter
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.figures import Figures
+from kvctl.loadtest.live import Live
 from kvctl.loadtest.loop import Loop
 from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.work import Kit, Traced, Work
 from kvctl.record import Record
 from kvctl.units import plural
-
-if TYPE_CHECKING:
-    pass
 
 SECOND = load.SECOND
 _ROUNDS = 2
@@ -58,6 +55,15 @@ class Outcome(Record):
     """Of looks at the server's metrics; None where it has none."""
     remarks: tuple[str, ...] = ()
     """What has to be known beside the figures."""
+    began: int = 0
+    """When the first measured request was due; 0: there was none."""
+
+    @property
+    def whole_events(self) -> list[float]:
+        """Events with output a second, in each whole slice of the time that the load was whole, whosever they are."""
+        slices = self.figures.slices
+        counts = slices.counts(self.began, self.began + round(self.seconds * SECOND)) if self.began else []
+        return [count * SECOND / slices.width for count in counts]
 
     @property
     def designed(self) -> float | None:
@@ -254,9 +260,11 @@ class Session:
         return Loop(self.address, tls=plan.trust.context() if plan.place.secure else None, patience=plan.patience)
 
     def run(
-        self, step: Step, number: int, keep: drive.Keep | None = None, say: Callable[[str], None] = lambda text: None
-    ) -> Outcome:
-        """One load; `keep` is given a line for every exchange as it ends. On Ctrl-C what came until then is the outcome, which says so.
+        self, step: Step, number: int, keep: drive.Keep | None = None, say: Callable[[str], None] = lambda text: None,
+        live: Live | None = None,
+    ) -> Outcome:  # fmt: skip
+        """One load; `keep` is given a line for every exchange as it ends, and `live` what there is to show meanwhile. On Ctrl-C what came
+        until then is the outcome, which says so.
 
         Raises:
             KvctlError: the server cannot be reached any more, or this system does not allow such a load.
@@ -279,7 +287,11 @@ class Session:
             else None
         )
 
+        live = Live() if live is None else live
+        live.watch(watch)
+
         def tick(seen: drive.Seen) -> None:
+            live.tick(seen)
             phase = f"{seen.measured:,} measured" if seen.began else "warming up"
             say(f"{step.words}: {phase}, {seen.live:,} under way")
 
@@ -287,7 +299,7 @@ class Session:
         count = min(plan.processes, step.at_once or plan.processes)
         try:
             if count == 1:
-                driven = drive.put(job, keep or (lambda line: None), tick, start)
+                driven = drive.put(job, keep or (lambda line: None), tick, start, live.inside)
             else:
                 driven = workers.together(job, count, keep or (lambda line: None), tick, start)
         finally:
@@ -306,7 +318,7 @@ class Session:
         return Outcome(
             step, figures, driven.steady, seen, verdict.verdict(figures, seen, cpu=cpu, at_once=step.at_once), samples, counters, driven.sent,
             max(0, whole[1] - whole[0]) / SECOND, _rate(figures, whole), cpu, driven.given_up, driven.interrupted, driven.retried, driven.cut,
-            None if watch is None else watch.watched,
+            None if watch is None else watch.watched, began=driven.began,
         )  # fmt: skip
 
 

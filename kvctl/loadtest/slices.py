@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvctl.record import Record
 
@@ -89,13 +89,36 @@ class Slices:
         for number in sorted(self._kept):
             yield Slice(number * self.width, self.width, *self._kept[number])
 
+    @classmethod
+    def of(cls, pieces: Iterable[Slice]) -> Slices:
+        """The same again.
+
+        Raises:
+            ValueError: they are not of one width, a second doubled some times, each at its place and there once.
+
+        """
+        found = cls()
+        for number, piece in enumerate(pieces):
+            if not number:
+                found.width = piece.width
+            doubled, rest = divmod(piece.width, SECOND)
+            if rest or doubled.bit_count() != 1 or piece.width != found.width or piece.start % piece.width:
+                raise ValueError("slices that cannot be")
+            place = piece.start // piece.width
+            if place in found._kept or number >= found.most:
+                raise ValueError("slices that are there twice, or too many")
+            found._kept[place] = [piece.events, piece.gaps, piece.waited]
+        return found
+
+    def counts(self, first: int, last: int) -> list[int]:
+        """Events in each whole slice between two times."""
+        places = range(-(-first // self.width), last // self.width)
+        return [self._kept[place][0] if place in self._kept else 0 for place in places]
+
     def rate(self, first: int, last: int) -> float | None:
         """Events a second over the whole slices between two times; None of less than two."""
-        start, end = -(-first // self.width), last // self.width
-        if end - start < 2:
-            return None
-        events = sum(kept[0] for number, kept in self._kept.items() if start <= number < end)
-        return events / ((end - start) * self.width / SECOND)
+        counts = self.counts(first, last)
+        return None if len(counts) < 2 else sum(counts) / (len(counts) * self.width / SECOND)
 
 
 def cost(slices: Slices, hit: Callable[[int, int], bool]) -> tuple[float, float] | None:

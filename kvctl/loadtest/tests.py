@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from io import TextIOWrapper
 
     from kvctl.loadtest.launch import Started
+    from kvctl.loadtest.live import Live
     from kvctl.measure.run import Now
 
 
@@ -75,23 +76,27 @@ def planned(plan: Plan) -> ServeReport:
     return ServeReport(plan, {}, environment("cpu"), dry=True)
 
 
-def run(plan: Plan, now: Now, log: Log) -> ServeReport:
-    """Every load; on Ctrl-C what is complete is in the report, which says so.
+Done = Callable[[Outcome], None]
+"""Is given each load as it is over."""
+
+
+def run(plan: Plan, now: Now, log: Log, live: Live | None = None, done: Done = lambda outcome: None) -> ServeReport:
+    """Every load, each told `live` while it runs and `done` when it is over; on Ctrl-C what is complete is in the report, which says so.
 
     Raises:
         KvctlError: the server cannot be reached, or does not take such requests.
 
     """
     if plan.launch is None:
-        return _tested(plan, now, log, None)
+        return _tested(plan, now, log, None, live, done)
     from kvctl.loadtest import launch
 
     with launch.serving(plan.launch, now, partial(capacity.refused, plan.sizing)) as started:
         # Of an engine that lists models, the one that it was started with is the first.
-        return _tested(plan.replace(place=started.place), now, log, started)
+        return _tested(plan.replace(place=started.place), now, log, started, live, done)
 
 
-def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeReport:
+def _tested(plan: Plan, now: Now, log: Log, started: Started | None, live: Live | None, done: Done) -> ServeReport:
     """A server that is there."""
     report = planned(plan).replace(dry=False, calibration=calibrate.load(), started=started)
     session = Session(plan, now.stage)
@@ -110,7 +115,14 @@ def _tested(plan: Plan, now: Now, log: Log, started: Started | None) -> ServeRep
 
     def one(step: Step) -> Outcome:
         now.stage(f"{step.words}: {step.work.words}")
-        outcomes.append(session.run(step, len(outcomes), log.add if log.wanted else None, now.say))
+        if live is not None:
+            live.begin(step.words, len(outcomes) + 1, None if plan.limit else len(session.steps), plan.length_of(step))
+        try:
+            outcomes.append(session.run(step, len(outcomes), log.add if log.wanted else None, now.say, live))
+        finally:
+            if live is not None:
+                live.end()
+        done(outcomes[-1])
         return outcomes[-1]
 
     if plan.limit:

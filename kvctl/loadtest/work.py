@@ -458,10 +458,17 @@ class Given(Work):
     output: Spread
     """Output tokens at most, of those that do not say."""
     think: float = 0.0
+    many: int | None = None
+    """How many there are, where they are not here themselves: of a result that was saved."""
+
+    @property
+    def number(self) -> int:
+        """Prompts of the file."""
+        return len(self.prompts) if self.many is None else self.many
 
     @property
     def words(self) -> str:
-        return f"{plural(len(self.prompts), 'prompt')} of {self.path}, at most {self.output.words} tokens out"
+        return f"{plural(self.number, 'prompt')} of {self.path}, at most {self.output.words} tokens out"
 
     @property
     def longest(self) -> int | None:
@@ -482,7 +489,7 @@ class Given(Work):
         return {
             "kind": "prompts",
             "path": self.path,
-            "prompts": len(self.prompts),
+            "prompts": self.number,
             "output_tokens": self.output.to_dict(),
             "think_seconds": self.think,
         }

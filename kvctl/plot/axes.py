@@ -84,7 +84,7 @@ def time_axis(times: Sequence[int], most: int) -> Axis:
     """Nanoseconds from 0, with about `most` even ticks, in ms up to ten seconds."""
     peak = max(times)
     unit, size = ("µs", 10**3) if 0 < peak < 10**6 else ("ms", 10**6) if peak < 10**10 else ("s", 10**9)
-    return _from_zero((peak or size) * 1.06, unit, size, most)
+    return from_zero((peak or size) * 1.06, unit, size, most)
 
 
 def memory_axis(sizes: Sequence[int], limits: Sequence[int], most: int) -> Axis:
@@ -92,15 +92,16 @@ def memory_axis(sizes: Sequence[int], limits: Sequence[int], most: int) -> Axis:
     peak = max(sizes)
     peak = max([peak, *(limit for limit in limits if not peak or limit <= _FAR * peak)])
     unit, size = _unit(peak)
-    return _from_zero((peak or size) * 1.06, unit, size, most)
+    return from_zero((peak or size) * 1.06, unit, size, most)
 
 
-def _from_zero(high: float, unit: str, size: int, most: int) -> Axis:
-    step = _step(high / size, most)
-    decimals = max(0, -math.floor(math.log10(step)))
-    count = int(high / size / step + 1e-9)
+def from_zero(high: float, unit: str, size: float, most: int) -> Axis:
+    """From 0 to `high`, with about `most` even ticks in a unit of this size."""
+    each = step(high / size, most)
+    decimals = max(0, -math.floor(math.log10(each)))
+    count = int(high / size / each + 1e-9)
     ticks = tuple(
-        (number * step * size, f"{number * step:,.{decimals}f}" if number else "0") for number in range(count + 1)
+        (number * each * size, f"{number * each:,.{decimals}f}" if number else "0") for number in range(count + 1)
     )
     return Axis(0, high, False, ticks, unit)
 
@@ -115,7 +116,7 @@ def _unit(peak: int) -> tuple[str, int]:
     return "bytes", 1
 
 
-def _step(span: float, most: int) -> float:
+def step(span: float, most: int) -> float:
     """1, 2 or 5 times a power of ten."""
     rough = span / most
     power: float = 10.0 ** math.floor(math.log10(rough))

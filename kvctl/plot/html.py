@@ -35,12 +35,12 @@ def html(chart: Chart) -> str:
     return document(chart.title, body)
 
 
-def document(title: str, body: list[str]) -> str:
-    """A whole page; its parts are HTML already."""
+def document(title: str, body: list[str], style: str = "") -> str:
+    """A whole page; its parts are HTML already, and `style` is CSS that it has besides."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
@@ -78,7 +78,7 @@ def _value(chart: Chart, value: int, mark: Mark | None = None) -> str:
 
 def table(caption: str, head: list[str], rows: list[list[str]]) -> str:
     """Cells are already HTML."""
-    lines = ['<div class="scroll"><table>', f"<caption>{caption}</caption>"]
+    lines = ['<div class="scroll"><table>', *([f"<caption>{caption}</caption>"] if caption else [])]
     lines.append("<thead><tr>" + "".join(f'<th scope="col">{cell}</th>' for cell in head) + "</tr></thead>\n<tbody>")
     for first, *rest in rows:
         lines.append(f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>")
