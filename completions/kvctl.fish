@@ -266,6 +266,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -s o -l output-tok
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l shared-prefix -x -d 'Tokens with which prompts begin alike'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l groups -x -d 'Such beginnings'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l order -x -d 'Of groups: random, or round'
+complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l control -d 'Before each load of --shared-prefix one without it'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l turns -x -d 'Conversations of so many requests, each with all that was said before'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l turn-tokens -x -d 'That the user adds in each turn after the first'
 complete -c kvctl -n '__fish_seen_subcommand_from serve-test' -l think -x -d 'Between an answer and the next turn'

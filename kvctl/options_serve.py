@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import UsageError
@@ -244,6 +244,7 @@ class Load(Record):
     shared_prefix: str | None = None
     groups: int | None = None
     order: str | None = None
+    control: bool = False
     turns: int | None = None
     turn_tokens: str | None = None
     think: str | None = None
@@ -397,7 +398,10 @@ def read_plan(
             f"--retry: {given.retry} is out of range", hint="times that a request is sent again, at most 100"
         )
     swept = given.swept(sweeps)
-    steps = read_steps(swept[0][1], [(words, read_work(one)) for words, one in swept])
+    works = [(words, read_work(one)) for words, one in swept]
+    if given.control:
+        works = list(_with_control(works, find_limit=given.find_limit))
+    steps = read_steps(swept[0][1], works)
     if len(steps) > _MOST_STEPS:
         raise UsageError(f"--sweep: {len(steps):,} loads", hint=f"at most {_MOST_STEPS:,}")
     if given.find_limit and (steps[0].at_once is None or len(steps) > 1):
@@ -417,6 +421,17 @@ def read_plan(
         Patience(silence=seconds(timeout, "--timeout")), objective, percent, seed, max_error_rate, limit=given.find_limit, retries=given.retry,
         reset_cache=reset_cache, processes=processes,
     )  # fmt: skip
+
+
+def _with_control(works: Sequence[tuple[str, Work]], *, find_limit: bool) -> Iterator[tuple[str, Work]]:
+    """Before each kind of requests that begin alike the same without that."""
+    from kvctl.loadtest.work import Made
+
+    for words, work in works:
+        if not isinstance(work, Made) or not work.prefix or find_limit:
+            raise UsageError("--control is about --shared-prefix", hint="-i 2k --shared-prefix 1k --control")
+        yield ", ".join(filter(None, (words, "no prefix shared"))), work.alone
+        yield words, work
 
 
 def _of_messages(work: Work) -> bool:

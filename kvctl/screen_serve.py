@@ -52,7 +52,7 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     """What is said under the table, with its style."""
     out = []
     for one in report.outcomes:
-        out += _of_load(one)
+        out += _of_load(one, report.without_prefix(one))
     if report.limit is not None:
         out.append((_limit(report.limit, report.predicted), "bold"))
     if report.capacity is not None:
@@ -131,7 +131,7 @@ def _two(found: Histogram) -> list[str]:
     return [format_seconds(found.percentile(of).value / 1e9) for of in (50, 99)]
 
 
-def _of_load(one: Outcome) -> list[tuple[str, str]]:
+def _of_load(one: Outcome, without: float | None) -> list[tuple[str, str]]:
     out = [(f"{one.step.words}: {one.verdict.kind} ({'; '.join(one.verdict.evidence)})" if one.verdict.evidence
             else f"{one.step.words}: {one.verdict.kind}", "bold")]  # fmt: skip
     if one.output_rate is not None:
@@ -159,6 +159,10 @@ def _of_load(one: Outcome) -> list[tuple[str, str]]:
         ]
         out.append((f"{one.step.words}: {designed:.1%} of input tokens were sent before; found in the cache: "
                     + (", ".join(seen) or "not said (vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"), ""))  # fmt: skip
+    if without is not None and figures.times["ttft"].count:
+        ttft = figures.times["ttft"].percentile(50).value / 1e9
+        out.append((f"{one.step.words}: first tokens after {format_seconds(ttft)} in the median, and after {format_seconds(without)} where no beginning is "
+                    f"shared: {ttft / without - 1:+.0%}", ""))  # fmt: skip
     out += [(f"{one.step.words}: {line}", "") for line in one.remarks]
     for kind, count in figures.faults.most_common():
         out.append((f"{one.step.words}: {count:,} {kind}: {'; '.join(figures.words[kind])}", "red"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _HEEDED = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -20,6 +22,31 @@ def heed() -> None:
 def _interrupt(number: int, _: FrameType | None) -> None:
     _received.append(number)
     raise KeyboardInterrupt
+
+
+@contextmanager
+def instead(tell: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile the first of these calls `tell`, at whatever moment it comes, and the next one raises KeyboardInterrupt."""
+    first = len(_received)
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        if len(_received) > first:
+            _interrupt(number, frame)
+        _received.append(number)
+        tell()
+
+    before = {
+        number: handler
+        for name in _HEEDED
+        if (number := getattr(signal, name, None)) is not None and callable(handler := signal.getsignal(number))
+    }
+    for number in before:
+        signal.signal(number, heard)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def asked() -> bool:

@@ -186,6 +186,9 @@ LOAD = obj(
             )
         ),
         "remarks": listed("What has to be known beside the figures.", STRINGS),
+        "ttft_without_prefix": maybe(
+            number("Median first-token time of the load of --control, without shared beginnings, in seconds.")
+        ),
         "hit_rate": maybe(number("Cached over all input tokens, by usage; null where it does not say.")),
         "hit_rate_of_counters": maybe(number("The same by the engine's counters, over the whole load.")),
         "client_cpu": number("Share of a core that the client took."),

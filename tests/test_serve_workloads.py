@@ -272,6 +272,34 @@ def test_groups_one_after_the_other(kvctl: Run) -> None:
         assert begins == begins[:3] * 4
 
 
+def test_a_load_without_the_prefix_stands_beside(kvctl: Run) -> None:
+    """A server that takes 80 ms for a beginning that it has not seen, and 10 ms for one that it has."""
+    seen: set[str] = set()
+
+    def answer(number: int, asked: dict[str, Any]) -> Sequence[Act]:
+        begin = " ".join(asked["messages"][0]["content"].split()[:23])
+        known = begin in seen
+        seen.add(begin)
+        return [
+            wait(0.01 if known else 0.08),
+            *engine.whole(asked, prompt_tokens_details={"cached_tokens": 30 if known else 7}),
+        ]
+
+    with Engine(answer) as engine:
+        asked = ("-i", "40", "-o", "1", "-n", "9", "--warmup", "0", "--shared-prefix", "30", "--control")
+        outcome = kvctl("serve-test", engine.url, *asked, "--json")
+        assert outcome.code == 0, outcome.err
+        alone, shared = outcome.json["loads"]
+        assert [one["step"]["words"] for one in (alone, shared)] == ["1 at once, no prefix shared", "1 at once"]
+        assert [one["step"]["work"]["prefix_tokens"] for one in (alone, shared)] == [0, 30]
+        assert alone["ttft_without_prefix"] is None
+        assert shared["ttft_without_prefix"] == alone["all"]["times"]["ttft"]["p50"]["value"] > 0.08
+        assert shared["all"]["times"]["ttft"]["p50"]["value"] < shared["ttft_without_prefix"]
+        assert (shared["hit_rate"], shared["designed_hit_rate"]) == (0.75, 0.75)
+        assert "where no beginning is shared: -" in kvctl("serve-test", engine.url, *asked).out.replace("\n", " ")
+    assert kvctl("serve-test", "x", "--control").code == 2
+
+
 # -- traces ------------------------------------------------------------------------------------------
 
 TRACE = [
@@ -704,7 +732,8 @@ def test_processes_of_which_one_cannot_go_on(kvctl: Run) -> None:
     ]
 
 
-def test_ctrl_c_reaches_all_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_reaches_all_processes(number: signal.Signals, code: int) -> None:
     with Engine(lambda number, asked: [wait(0.02), *engine.whole(asked)]) as engine:
         argv = [
             sys.executable,
@@ -728,9 +757,9 @@ def test_ctrl_c_reaches_all_processes(tmp_path: Path) -> None:
         while len(engine.bodies) < 40:
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     found = json.loads(out)
     assert found["interrupted"]
     assert found["loads"][0]["all"]["requests"]["good"] > 10

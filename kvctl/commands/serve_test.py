@@ -124,6 +124,10 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    control: Annotated[
+        bool,
+        typer.Option("--control", help="Before each load of --shared-prefix one without it: what does the cache save?"),
+    ] = False,
     turns: Annotated[
         Optional[int],
         typer.Option(
@@ -428,7 +432,7 @@ def serve_test(
             url, launch, model, server_log=server_log, start_timeout=start_timeout, dry_run=dry_run
         )
         load = options_serve.Load(
-            input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, turns=turns,
+            input_tokens=input_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, groups=groups, order=order, control=control, turns=turns,
             turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
             burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
         )  # fmt: skip

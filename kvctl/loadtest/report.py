@@ -15,6 +15,7 @@ from kvctl.loadtest.figures import DEFINITIONS, RATES, TIMES
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.plan import Plan
 from kvctl.loadtest.run import SECOND, Outcome, Session
+from kvctl.loadtest.work import Made
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -59,6 +60,18 @@ class ServeReport(Record):
             out.append(words if seen[words] == 1 else f"{words} ({seen[words]})")
         return out
 
+    def without_prefix(self, one: Outcome) -> float | None:
+        """Median first-token time, in seconds, of the load like this one whose prompts share no beginning; None where there is none."""
+        work = one.step.work
+        if not isinstance(work, Made) or not work.prefix:
+            return None
+        pace = one.step.replace(work=work.alone, beside="")
+        for other in self.outcomes:
+            ttft = other.figures.times["ttft"]
+            if other.step.replace(beside="") == pace and ttft.count:
+                return ttft.percentile(50).value / SECOND
+        return None
+
     @property
     def zero(self) -> int:
         """Where the clock of the whole run begins."""
@@ -99,7 +112,7 @@ class ServeReport(Record):
             "url": plan.place.root, "endpoint": plan.path, "server": dict(self.server), "environment": dict(self.environment),
             "settings": settings_of(plan),
             "definitions": dict(DEFINITIONS) | dict(RATES), "calibration": None if self.calibration is None else self.calibration.to_dict(),
-            "loads": [load_of(one, name, self.zero) for one, name in zip(self.outcomes, self.names, strict=True)],
+            "loads": [load_of(one, name, self.zero) | {"ttft_without_prefix": self.without_prefix(one)} for one, name in zip(self.outcomes, self.names, strict=True)],
             "limit": None if self.limit is None else self.limit.to_dict() | {"predicted": self.predicted},
             "capacity": None if self.capacity is None else self.capacity.to_dict(),
             "started": None if self.started is None else self.started.to_dict() | {"ended": self.ended}, "missed": self.missed, "failed": self.failed, "notes": list(self.notes),

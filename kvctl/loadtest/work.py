@@ -156,6 +156,11 @@ class Made(Work):
         return first + self.turns * out + (self.turns - 1) * more
 
     @property
+    def alone(self) -> Made:
+        """The same without beginnings that are shared."""
+        return self.replace(prefix=0, groups=1, order=RANDOM)
+
+    @property
     def extra(self) -> Mapping[str, Any]:
         return {"tools": tools(self.tools)} if self.tools else {}
 

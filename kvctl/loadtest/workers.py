@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from kvctl import signals
 from kvctl.errors import KvctlError
 from kvctl.loadtest.drive import Driven, Job, Keep, Seen, joined, put
 from kvctl.measure.child import child, end_with_parent, go_first
@@ -62,26 +63,26 @@ def _results(
     """Of all processes; on Ctrl-C they are asked for what they have."""
     found: dict[int, Driven] = {}
     seen: dict[int, Seen] = {}
-    asked = False
-    while len(found) < len(pids):
-        try:
-            index, what, value = _answer(inbox.get(), (_SEEN, _LINES, _DONE))
-        except KeyboardInterrupt:
-            if asked:
-                raise
-            asked = True
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGINT)
-            continue
-        if what == _DONE:
-            found[index] = value
-        elif what == _LINES:
-            for line in value:
-                keep(line)
-        else:
-            seen[index] = value
-            tick(_added(seen))
+
+    def hand_on() -> None:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGINT)
+
+    with signals.instead(hand_on):
+        while len(found) < len(pids):
+            said = inbox.get()
+            if said[1] == _GONE:
+                signals.check()
+            index, what, value = _answer(said, (_SEEN, _LINES, _DONE))
+            if what == _DONE:
+                found[index] = value
+            elif what == _LINES:
+                for line in value:
+                    keep(line)
+            else:
+                seen[index] = value
+                tick(_added(seen))
     return [found[index] for index in range(len(pids))]
 
 
