@@ -226,6 +226,9 @@ class Allocation(Record):
     held: int | None = None
     """Requests of this length that the budget holds at once, 0 where the engine does not start; None where it
     allocates for the workload, and `reserved_bytes` is what the budget has to cover."""
+    whole: int | None = None
+    """Of these, those that have all of their blocks at once: an engine's log may divide all blocks, and of these it keeps some back; None
+    where `held` says it."""
     beside: tuple[int, ...] = ()
     """Of what every rank reserves, bytes that lie beside the pool and are none of its budget; empty where nothing does."""
 
@@ -243,7 +246,7 @@ class Allocation(Record):
         out = {
             name: getattr(self, name)
             for name in self._fields
-            if name not in ("warnings", "longest_sequence", "held", "beside")
+            if name not in ("warnings", "longest_sequence", "held", "whole", "beside")
         }
         out["per_rank"] = [row.to_dict() for row in self.per_rank]
         out["groups"] = [row.to_dict() for row in self.groups]

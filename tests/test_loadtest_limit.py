@@ -68,3 +68,5 @@ def test_what_breaks() -> None:
     assert breaks(_outcome(1, "batch-limited"), None) == "batch-limited"
     assert breaks(_outcome(1), "ttft") == "ttft"
     assert breaks(_outcome(1, given_up="5 of 20 failed"), None) == "5 of 20 failed"
+    # llama.cpp throws requests out whose shared cells are full: that is why they failed.
+    assert breaks(_outcome(1, "kv-saturated", given_up="5 of 20 failed"), None) == "kv-saturated"

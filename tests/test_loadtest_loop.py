@@ -312,27 +312,3 @@ def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch
     assert told == [(1064, 4096)]
     with pytest.raises(KvctlError, match="5,000 connections take 5,064 open files, and 4,096 are allowed"):
         allow_files(5000)
-
-
-# -- against a server of known cadence ----------------------------------------------------------------
-
-
-def test_what_the_fake_server_says_is_what_is_measured() -> None:
-    """First-token times of a server of known cadence."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvctl.loadtest.fake", "--ttft", "0.05", "--itl", "0.02", "--tokens", "8"],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        loop, few = Loop(_address(int(process.stdout.readline()))), Few(16, 4)
-        loop.open(4)
-        loop.run(few)
-        loop.close()
-    finally:
-        process.kill()
-        process.wait()
-    assert all(one.good and len(one.stamps) == 8 for one in few.done)
-    errors = sorted((one.first_token - one.sent) / 1e6 - 50 for one in few.done)
-    # None is early, and the best is within a tenth of the cadence, however busy the machine is.
-    assert -1 < errors[0] < 5

@@ -10,7 +10,7 @@ import pytest
 from scripted_server import Scripted, send
 
 from kvctl.loadtest.metrics import Sample, Watch, growth, of_slots, read
-from kvctl.loadtest.target import Client, Trust, read_url
+from kvctl.loadtest.target import Client, Trust, page_of, read_url
 
 VLLM = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 # TYPE vllm:kv_cache_usage_perc gauge
@@ -157,3 +157,18 @@ def test_nobody_answers() -> None:
     assert (watch.samples, watch.misses) == ([], 1)
     assert watch.why is not None
     assert "onnection refused" in watch.why
+
+
+def test_tensorrt_llms_page_is_another_one() -> None:
+    """As its MetricsCollector writes it: gauges of the cache, a counter by why requests finished, and histograms."""
+    page = (
+        "# HELP trtllm_kv_cache_utilization KV cache utilization\n# TYPE trtllm_kv_cache_utilization gauge\n"
+        'trtllm_kv_cache_utilization{engine_type="undefined",model_name="m"} 0.62\n'
+        "# TYPE trtllm_request_success_total counter\n"
+        'trtllm_request_success_total{engine_type="undefined",finished_reason="length",model_name="m"} 5.0\n'
+        'trtllm_request_success_total{engine_type="undefined",finished_reason="stop",model_name="m"} 2.0\n'
+    )
+    found = read(page, "tensorrt-llm")
+    assert found.values == {"kv_use": 0.62, "requests": 7.0}
+    assert page_of("tensorrt-llm") == "/prometheus/metrics"
+    assert page_of("vllm") == page_of("unknown") == "/metrics"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +116,28 @@ def test_a_chunk_of_a_megabyte() -> None:
 
 
 # -- events -----------------------------------------------------------------------------------------
+
+
+def test_many_chunks_in_one_read_take_their_number_and_not_its_square() -> None:
+    """Sixteen times as many take sixteen times as long, and 256 times where the rest is copied at each."""
+    chunk = b"80\r\n" + b"x" * 128 + b"\r\n"
+    took = []
+    for count in (2_000, 32_000):
+        response = Response()
+        response.feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        began = time.process_time()
+        parts = response.feed(chunk * count + b"3")  # and the beginning of one more
+        took.append(time.process_time() - began)
+        assert parts == [b"x" * 128] * count
+        assert response.feed(b"\r\nabc\r\n0\r\n\r\n") == [b"abc"]
+        assert response.done
+    assert took[1] < 100 * max(took[0], 1e-4)
+    odd = Response()
+    odd.feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    # What is unusual among the usual: an extension, a line feed alone, capitals.
+    assert odd.feed(chunk + b"3;a=b\r\nabc\r\n" + chunk + b"2\nde\n" + b"0A\r\n0123456789\r\n" + chunk) == [
+        b"x" * 128, b"abc", b"x" * 128, b"de", b"0123456789", b"x" * 128,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "events", "comments"), [

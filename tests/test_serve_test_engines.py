@@ -1,7 +1,7 @@
 """`kvctl serve-test` against real servers: its counts against their own, to the unit.
 
-KVCTL_LLAMA_CPP=build/bin KVCTL_SMOLLM2_GGUF=SmolLM2-135M-Instruct.Q4_1.gguf python -m pytest -m engine tests/test_serve_test_engines.py
-KVCTL_VLLM_PYTHON=venv/bin/python KVCTL_SMOLLM2=folder python -m pytest -m slow tests/test_serve_test_engines.py
+KVCTL_LLAMA_CPP=build/bin KVCTL_SMOLLM2_GGUF=SmolLM2-135M-Instruct.Q4_1.gguf python -m pytest -m 'engine or slow' tests/test_serve_test_engines.py
+KVCTL_VLLM_PYTHON=venv/bin/python KVCTL_SMOLLM2=folder OMP_NUM_THREADS=1 python -m pytest -m 'engine or slow' tests/test_serve_test_engines.py -k vllm
 """
 
 from __future__ import annotations
@@ -118,6 +118,24 @@ def test_llama_cpp_finds_what_prompts_share(kvctl: Run, llama: str) -> None:
     assert load["hit_rate_of_counters"] == pytest.approx(load["hit_rate"], abs=0.2)
 
 
+@pytest.mark.slow
+def test_llama_cpp_is_full_where_size_says(kvctl: Run, tmp_path: Path) -> None:
+    """Eight slots share 512 cells, of which requests of 60 + 50 tokens fill 110 each: four have room. llama.cpp throws out all that are
+    under way when there is none."""
+    argv, port = _llama_cpp("-c", "512", "-np", "8", "--kv-unified")
+    line = f"llama-server -m {os.environ['KVCTL_SMOLLM2_GGUF']} -c 512 -np 8 --kv-unified"
+    (sized,) = kvctl("size", "--engine-args", line, "--json").json["results"]
+    predicted = sized["allocation"]["reserved_bytes"] // sized["kv_bytes_per_token"] // (60 + 50)
+    assert predicted == 4
+    asked = ["-i", "60", "-o", "50", "--endpoint", "completions", "--find-limit", "-n", "8", "--warmup", "2"]
+    with _started(argv, port, tmp_path / "log", 120):
+        outcome = kvctl("serve-test", f"127.0.0.1:{port}", *asked, "--json")
+    assert outcome.code == 0, outcome.err
+    limit = outcome.json["limit"]
+    assert limit["why"] == "kv-saturated", limit
+    assert abs(limit["borne"] - predicted) <= 1, limit
+
+
 # -- a server that ends in the middle ------------------------------------------------------------------
 
 
@@ -143,6 +161,7 @@ def _ending(argv: Sequence[str], port: int, log: Path, after: float, *, again: b
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_restart_in_the_middle_shows(kvctl: Run, tmp_path: Path) -> None:
     """Requests by a clock, so that they go on while nothing listens; the new server counts from 0."""
     argv, port = _llama_cpp("-c", "2048", "-np", "4")
@@ -168,6 +187,7 @@ def test_a_restart_in_the_middle_shows(kvctl: Run, tmp_path: Path) -> None:
     assert any("restarted" in words for words in load["verdict"]["evidence"])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_given_up(kvctl: Run, tmp_path: Path) -> None:
     argv, port = _llama_cpp("-c", "2048", "-np", "4")
     asked = ("-i", "60", "-o", "40", "-c", "4", "-d", "100s", "--endpoint", "completions")

@@ -294,7 +294,7 @@ def _of_pool(
         raise KvctlError(
             f"{plan.engine.name} sets no memory aside for its cache; a request of {length:,} tokens takes {takes:,} bytes"
         )
-    requests = own.held
+    requests = own.held if own.whole is None else own.whole
     if requests is not None and serving.max_sequences is not None:
         requests = min(requests, serving.max_sequences)
     blocks = whole.num_blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import time
 from collections import deque
@@ -35,6 +36,8 @@ _AHEAD = 64
 """Requests that are ready before they are due, beside one for each that is under way."""
 _MOST_READY = 256 * 2**20
 """Bytes of them."""
+_MAKING_S = 0.02
+"""Of each tenth of a second, at most, that goes into making requests while others are timed: one of a megabyte takes 0.03 s."""
 _MOST_OPENED = 4096
 """Connections that are opened before they are needed."""
 
@@ -107,9 +110,10 @@ class Ready:
         self.late = 0
         """Requests that were made when they were due."""
 
-    def fill(self, count: int) -> None:
-        """Until there are so many, or no more, or they take too much memory."""
-        while len(self._made) < count and self._bytes < _MOST_READY:
+    def fill(self, count: int, seconds: float = math.inf) -> None:
+        """Until there are so many, or no more, or they take too much memory, or it takes so long."""
+        end = time.monotonic() + seconds
+        while len(self._made) < count and self._bytes < _MOST_READY and time.monotonic() < end:
             ask = self._make()
             if ask is None:
                 return
@@ -164,7 +168,7 @@ def put(
             source.stop()
 
     def look(now: int) -> None:
-        ready.fill(_AHEAD)
+        ready.fill(_AHEAD, _MAKING_S)
         tick(Seen(bool(source.began), figures.count, figures.faults.total(), source.live))
 
     at_once = None if step.at_once is None else job.part(step.at_once)

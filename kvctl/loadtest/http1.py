@@ -135,7 +135,7 @@ class Response:
         line = self._line()
         if line is None:
             return False
-        size = _hex(line.partition(b";")[0].strip(b" \t"))
+        size = _hex(line.partition(b";")[0].strip(b" \t")[:16])
         if size is None:
             raise ProtocolError(f"{_shown(line)} is no size of a chunk")
         self._left = size

@@ -31,7 +31,7 @@ def breaks(outcome: Outcome, missed: str | None) -> str | None:
     if missed is not None:
         return missed
     kind = outcome.verdict.kind
-    if outcome.given_up is not None:
+    if outcome.given_up is not None and kind != KV:  # a full cache is why a load was given up, too
         return outcome.given_up
     return kind if kind in (KV, BATCH, FAILED) else None
 

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from kvctl.errors import KvctlError
-from kvctl.loadtest.target import Client
+from kvctl.loadtest.target import Client, page_of
 from kvctl.record import Record
 
 _NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
@@ -82,6 +82,15 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "running": ("tgi_batch_current_size",),
         "waiting": ("tgi_queue_size",),
         "requests": ("tgi_request_success",),
+    },
+    # tensorrt_llm/metrics/collector.py; the numbers of requests in later versions only. It has the page with return_perf_metrics: true.
+    "tensorrt-llm": {
+        "kv_use": ("trtllm_kv_cache_utilization",),
+        "running": ("trtllm_num_requests_running",),
+        "waiting": ("trtllm_num_requests_waiting",),
+        "requests": ("trtllm_request_success_total",),
+        "ttft_seconds": ("trtllm_time_to_first_token_seconds_sum",),
+        "ttft_requests": ("trtllm_time_to_first_token_seconds_count",),
     },
 }
 
@@ -318,9 +327,11 @@ class Watch:
         began = self._clock()
         self.looks += 1
         try:
-            answer = self.client.get("/metrics")
+            answer = self.client.get(page_of(self.engine))
             if answer is None or answer.status_code != 200:
-                raise ValueError("no page of metrics" if answer is None else f"/metrics answers {answer.status_code}")
+                raise ValueError(
+                    "no page of metrics" if answer is None else f"{page_of(self.engine)} answers {answer.status_code}"
+                )
             sample = read(answer.text, self.engine, (began + self._clock()) // 2)
             if self.engine == "llama.cpp":
                 sample = sample.replace(values={**sample.values, **self._slots()})

@@ -284,6 +284,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
+def page_of(engine: str) -> str:
+    """Where an engine has its page of metrics: TensorRT-LLM's /metrics is another thing, which is gone once it was read."""
+    return "/prometheus/metrics" if engine == "tensorrt-llm" else "/metrics"
+
+
 def look(client: Client) -> Server:
     """What a server says of itself.
 
@@ -305,7 +310,7 @@ def look(client: Client) -> Server:
     server = listed.headers.get("server", "").lower() if listed is not None else ""
     found = _named(client, owners, server) or Server("unknown", None, (), None)
     own = next((limit for entry in found_models if (limit := _count(entry.get("max_model_len"))) is not None), None)
-    metrics = client.there("/metrics")
+    metrics = client.there(page_of(found.engine))
     page = metrics is not None and metrics.status_code == 200 and b"# TYPE" in metrics.content
     return found.replace(models=models or found.models, context=found.context or own, metrics=page)
 

@@ -102,6 +102,7 @@ def plan(
         warnings=tuple(warnings),
         longest_sequence=laid.context,
         held=None if concurrency is None else int(concurrency) if usable >= laid.request else 0,
+        whole=None if concurrency is None or laid.packed or not laid.request else usable // laid.request,
     )
 
 
