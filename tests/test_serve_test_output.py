@@ -717,6 +717,19 @@ def test_files_are_there_whatever_came_of_the_run(kvctl: Run, tmp_path: Path) ->
     assert "<failure" in (tmp_path / "a.xml").read_text()
 
 
+def test_files_are_there_where_nobody_reads_what_is_printed(tmp_path: Path) -> None:
+    """As of `kvctl serve-test ... | head -1`: here the pipe is closed before anything is written."""
+    source, path = tmp_path / "a.json", tmp_path / "b.json"
+    saved.save(_report(_outcome(4, [50 * MS] * 30)), str(source))
+    ours, theirs = os.pipe()
+    os.close(ours)
+    argv = [sys.executable, "-m", "kvctl", "serve-test", "--from", str(source), "--save", str(path)]
+    ran = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(theirs)
+    assert b"Traceback" not in ran.stderr
+    assert json.loads(path.read_text()) == json.loads(source.read_text())
+
+
 # -- while it runs ----------------------------------------------------------------------------------------
 
 SEEN = Moment(

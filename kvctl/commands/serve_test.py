@@ -460,10 +460,12 @@ def serve_test(
         from kvctl.loadtest.compare import compare as beside
 
         comparison = beside(found, earlier, compare, gates)
-    output_serve.emit_serve(found, form, quiet=quiet, explain=explain, comparison=comparison)
-    output_serve.write_files(
-        found, comparison, explain=explain, save=save, page=report, prometheus=prometheus, junit=junit
-    )
+    try:
+        output_serve.emit_serve(found, form, quiet=quiet, explain=explain, comparison=comparison)
+    finally:  # a reader of stdout that has enough takes no files with it
+        output_serve.write_files(
+            found, comparison, explain=explain, save=save, page=report, prometheus=prometheus, junit=junit
+        )
     if found.interrupted and from_ is None:
         raise KeyboardInterrupt
     for lines, code in output_serve.outcome(found, comparison):
