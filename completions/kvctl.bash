@@ -99,10 +99,11 @@ _kvctl() {
             ;;
         serve-test)
             case $prev,$cur in
-                *) words="" ;;
+                -m,*|--model,*|--launch,*|--start-timeout,*|--size-model,*|--endpoint,*|-i,*|--input-tokens,*|-o,*|--output-tokens,*|--shared-prefix,*|--groups,*|--order,*|--turns,*|--turn-tokens,*|--think,*|--tools,*|--speed,*|-c,*|--concurrency,*|-r,*|--rate,*|--sweep,*|--burstiness,*|-n,*|--requests,*|-d,*|--duration,*|--warmup,*|--slo,*|--retry,*|--max-error-rate,*|--timeout,*|--api-key-env,*|-H,*|--header,*|--extra,*|--processes,*|--seed,*|--fail-on,*) words="" ;;
                 --server-log,*|--trace,*|--prompts,*|--ca,*|--log,*|--save,*|--from,*|--compare,*|--report,*|--prometheus,*|--junit,*) files=yes ;;
                 -f,*|--format,*) words="table json csv md" ;;
                 *,-*) words="-m --model --launch --start-timeout --server-log --size-model --endpoint -i --input-tokens -o --output-tokens --shared-prefix --groups --order --control --turns --turn-tokens --think --tools --trace --speed --prompts -c --concurrency -r --rate --sweep --reset-cache --find-limit --burstiness -n --requests -d --duration --warmup --slo --retry --max-error-rate --timeout --api-key-env -H --header --extra --ca --insecure --processes --seed --log --save --from --compare --fail-on --report --prometheus --junit --calibrate -e --explain --dry-run -f --format --json -q --quiet -h --help" ;;
+                *) words="" ;;
             esac
             ;;
     esac

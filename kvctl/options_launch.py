@@ -167,7 +167,9 @@ def _read(path: str) -> StartLog:
         return read_log(path)
     except KvctlError as error:
         raise type(error)(
-            error.message, hint=(error.hint or "").replace("--from-log", "--server-log") or None
+            error.message,
+            hint=(error.hint or "").replace("--from-log", "--server-log")
+            or "llama-server writes of its cache with -lv 4",
         ) from None
 
 

@@ -116,6 +116,8 @@ def read_slo(text: str | None, *, scheduled: bool) -> tuple[Slo | None, float]:
         share = re.fullmatch(r"p(\d+(?:\.\d+)?)", part)
         if share is not None and 0 < float(share[1]) <= 100:
             percent = float(share[1])
+        elif equals and name in limits:
+            raise UsageError(f"--slo names {name} twice", hint="--slo ttft=500ms,tpot=50ms,p99")
         elif equals and name in ("ttft", "tpot", "e2e"):
             limits[name] = int(seconds(value, f"--slo {name}") * 1e9)
         else:
@@ -195,9 +197,15 @@ def read_lengths(text: str, option: str) -> Spread:
         UsageError: it is no such thing.
 
     """
+    found = _spread(text.strip(), option)
+    if (found.most or 0) > _MOST_TOKENS:
+        raise UsageError(f"{option}: {text.strip()[:40]} is out of range", hint=f"at most {_MOST_TOKENS:,} tokens")
+    return found
+
+
+def _spread(text: str, option: str) -> Spread:
     from kvctl.loadtest import lengths
 
-    text = text.strip()
     hint = f"{option} 512, 200-800, normal:512:64, lognormal:512:0.8 or 512:70+4k:30"
     kind, *rest = text.split(":")
     if kind in ("normal", "lognormal"):
@@ -296,7 +304,7 @@ _SWEPT_WORDS = {
     "input_tokens": "{} tokens in", "output_tokens": "{} tokens out", "shared_prefix": "{} tokens shared", "turn_tokens": "{} tokens a turn",
 }  # fmt: skip
 _SWEPT = ("concurrency", "rate", *_SWEPT_WORDS)
-_MOST_STEPS, _MOST_PROCESSES = 1000, 64
+_MOST_STEPS, _MOST_PROCESSES, _MOST_TOKENS = 1000, 64, 2**24
 _OF_MADE = ("input_tokens", "shared_prefix", "groups", "order", "turn_tokens", "tools")
 
 
@@ -331,6 +339,8 @@ def read_work(given: Load) -> Work:
     if given.trace is not None:
         if (other := _given(given, (*_OF_MADE, "output_tokens", "turns"))) is not None:
             raise UsageError(f"{other}: a trace has lengths of its own", hint="leave it out")
+        if given.trace in ("", "."):
+            raise UsageError("--trace names no file", hint="--trace mooncake.jsonl")
         if given.trace == "-":
             raise UsageError("--trace: standard input cannot be read twice", hint="a file")
         timed = given.concurrency is None and given.rate is None and not given.find_limit
@@ -341,7 +351,11 @@ def read_work(given: Load) -> Work:
             raise UsageError(f"{other}: prompts of a file are sent as they are", hint="leave it out")
         from kvctl.loadtest import prompts
 
-        return Given(given.prompts, prompts.read(given.prompts, turns), output, think)
+        read, left_out = prompts.read(given.prompts, turns)
+        longest = max(len(one.says) for one in read)
+        return Given(
+            given.prompts, read, output, think, turns=max(1, longest), capped=given.output_tokens is not None, left_out=left_out
+        )  # fmt: skip
     if given.order is not None and (given.order not in (RANDOM, ROUND) or given.shared_prefix is None):
         raise UsageError(
             "--order: random or round, of the groups of --shared-prefix",
@@ -460,6 +474,12 @@ def check_files(files: Mapping[str, str | None]) -> None:
         seen[where] = option
         if option != "--log":  # which may be a pipe
             check_writable(path)
+    metrics = files.get("--prometheus")
+    if metrics is not None and not metrics.lower().endswith(".prom"):
+        raise UsageError(
+            f"--prometheus: {metrics[:200]!r} does not end in .prom, and node_exporter reads no other",
+            hint="--prometheus kvctl.prom",
+        )
     report = files.get("--report")
     if report is not None and not report.lower().endswith((".html", ".htm")):
         raise UsageError(f"--report: {report[:200]!r} does not end in .html", hint="--report page.html")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -243,6 +244,7 @@ def _flat(one: Outcome) -> dict[str, Any]:
     """A load, a cell each; times in seconds."""
     found = one.figures.to_dict()
     out: dict[str, Any] = dict(one.step.to_dict())
+    out["work"] = json.dumps(out["work"])
     out |= {
         "sent": one.sent,
         "good": one.figures.good,

@@ -53,6 +53,8 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
     out = []
     for one in report.outcomes:
         out += _of_load(one, report.without_prefix(one))
+    if report.interrupted:
+        out.append(("interrupted: this is what came until then", "yellow"))
     if report.limit is not None:
         out.append((_limit(report.limit, report.predicted), "bold"))
     if report.capacity is not None:
@@ -64,7 +66,7 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
         out += [(_footer(report), "dim"), (_client(report), "dim")]
     if report.dry:
         plan = report.plan
-        warm = "as many as are under way, 8 at least" if plan.warm is None else f"{plan.warm:,}"
+        warm = ", ".join(dict.fromkeys(plural(plan.warm_of(step), "request") for step in plan.steps))
         lengths = dict.fromkeys(_length(plan.length_of(step)) for step in plan.steps)
         works = dict.fromkeys(step.work.words for step in plan.steps)  # each kind once
         out += [
@@ -137,7 +139,7 @@ def _of_load(one: Outcome, without: float | None) -> list[tuple[str, str]]:
     if one.output_rate is not None:
         out.append(
             (
-                f"{one.step.words}: {one.output_rate:,.0f} output tokens a second while the load was whole ({format_seconds(one.seconds)})",
+                f"{one.step.words}: {_rate(one.output_rate)} output tokens a second in the whole seconds while the load was whole ({format_seconds(one.seconds)})",
                 "",
             )
         )
@@ -192,6 +194,10 @@ def _of_load(one: Outcome, without: float | None) -> list[tuple[str, str]]:
             )
         )
     return out
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def calibration_table(found: Calibration) -> list[list[str]]:

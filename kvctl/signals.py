@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _HEEDED = ("SIGINT", "SIGTERM", "SIGHUP")
 _received: list[int] = []
+_at: list[float] = []
+_MOMENT_S = 0.25
 
 
 def heed() -> None:
@@ -20,8 +23,17 @@ def heed() -> None:
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
-    _received.append(number)
-    raise KeyboardInterrupt
+    if not _again():
+        _received.append(number)
+        raise KeyboardInterrupt
+
+
+def _again() -> bool:
+    """Whether it is the same request once more: `timeout` and the like hand a signal on that the terminal has sent already."""
+    now = time.monotonic()
+    again = bool(_at) and now - _at[-1] < _MOMENT_S
+    _at.append(now)
+    return again
 
 
 @contextmanager
@@ -32,8 +44,9 @@ def instead(tell: Callable[[], None]) -> Iterator[None]:
     def heard(number: int, frame: FrameType | None) -> None:
         if len(_received) > first:
             _interrupt(number, frame)
-        _received.append(number)
-        tell()
+        elif not _again():
+            _received.append(number)
+            tell()
 
     before = {
         number: handler

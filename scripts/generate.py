@@ -778,12 +778,14 @@ def bash_case(command: Command, every: list[Command]) -> str:
     for option in command.options:
         if option.metavar:
             branches.setdefault(bash_action(command, option), []).extend(f"{name},*" for name in option.names)
-    branches[f'words="{spellings}"'] = ["*,-*"]
+    cases = [(patterns, action) for action, patterns in branches.items()]
+    cases.append((["*,-*"], f'words="{spellings}"'))
+    # The last: whatever an option does not take.
     if root:
-        branches[f'words="{" ".join(other.name for other in every[1:])}"'] = ["*"]
+        cases.append((["*"], f'words="{" ".join(other.name for other in every[1:])}"'))
     elif command.arguments:
-        branches[bash_action(command, command.arguments[0])] = ["*"]
-    lines = [f"                {'|'.join(patterns)}) {action} ;;" for action, patterns in branches.items()]
+        cases.append((["*"], bash_action(command, command.arguments[0])))
+    lines = [f"                {'|'.join(patterns)}) {action} ;;" for patterns, action in cases]
     return "\n".join(
         [f"        {name})", "            case $prev,$cur in", *lines, "            esac", "            ;;"]
     )

@@ -65,7 +65,9 @@ FIGURES = obj(
                 "per_event": maybe(number("Output tokens for each event.")),
             },
         ),
-        "seconds": number("From the first sending to the last event."),
+        "seconds": number(
+            "From the first sending to the last event; by a clock, until the next request would have been due."
+        ),
         "per_second": of("object", "Requests, input, output and total tokens, and requests that keep the objective."),
         "times": of("object", "By the names of definitions.", additionalProperties=_TIMES),
         "sums": of("object", "Counts that the figures are made of."),

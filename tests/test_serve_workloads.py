@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from scripted_server import OK, Act, Scripted, chunk, event, good, send, wait
 from test_serve_test import Engine, _json, _own_cache  # noqa: F401
 
 from kvctl.errors import SourceError, UsageError
-from kvctl.loadtest import prompts
+from kvctl.loadtest import asks, prompts
 from kvctl.loadtest.connection import Address
 from kvctl.loadtest.exchange import Exchange
 from kvctl.loadtest.lengths import Fixed, Lognormal, Mix, Normal, Uniform
@@ -385,7 +387,7 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     def read(text: str, turns: int = 1) -> list[tuple[Any, ...]]:
         path = tmp_path / "prompts"
         path.write_text(text)
-        return [(one.messages, one.says, one.out) for one in prompts.read(str(path), turns)]
+        return [(one.messages, one.says, one.out) for one in prompts.read(str(path), turns)[0]]
 
     assert read("one thing\n\n  another \n") == [((), ("one thing",), None), ((), ("another",), None)]
     assert read('{"prompt": "a", "max_tokens": 5}\n{"question": "b"}\n') == [((), ("a",), 5), ((), ("b",), None)]
@@ -405,7 +407,7 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         ("", "has no prompts"), (" \n\n", "has no prompts"), ("[]", "has no prompts"), ('{"prompt": "a"}\n{"promt": "b"}', "line 2: neither prompt nor messages"),
         ('{"prompt": "a"', "line 1: not JSON"), ("[" * 100_000, "nested too deeply"), ('{"messages": []}', "messages is no list"),
         ('{"messages": ["x"]}', "a message without role and content"), (json.dumps({"messages": [assistant]}), "only the assistant speaks"),
-        ('[{"conversations": []}]', "entry 1: nobody asks anything"), ('{"prompt": "a", "max_tokens": "many"}', "'many' is no number of output tokens"),
+        ('[{"conversations": []}]', "has no prompts"), ('{"prompt": "a", "max_tokens": "many"}', "'many' is no number of output tokens"),
         ('{"prompt": "a", "max_tokens": true}', "True is no number"), ("[1]", "entry 1: no object and no text"),
     ):  # fmt: skip
         with pytest.raises(SourceError) as caught:
@@ -705,6 +707,22 @@ def test_several_processes_share_a_clock(kvctl: Run, tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.parametrize(("lines", "processes"), [(6, 2), (6, 3), (9, 3), (5, 3), (13, 4)])
+def test_processes_send_all_of_a_trace(kvctl: Run, tmp_path: Path, lines: int, processes: int) -> None:
+    """The warm-up and the rest together are all lines, whoever sends them."""
+    path = tmp_path / "trace"
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": 5 * n, "input_length": 20 + n, "output_length": 1}) + "\n" for n in range(lines)
+        )
+    )
+    with Engine(lambda number, asked: engine.whole(asked)) as engine:
+        outcome = kvctl("serve-test", engine.url, "--trace", str(path), "--processes", str(processes), "--json")
+        assert outcome.code == 0, outcome.err
+        assert outcome.json["loads"][0]["sent"] == lines
+        assert sorted(engine.count(body) for body in engine.bodies[1:]) == [20 + number for number in range(lines)]
+
+
 def test_processes_of_which_one_cannot_go_on(kvctl: Run) -> None:
     """A server that is gone when the load begins: one line, and no process is left."""
     with Engine(lambda number, asked: engine.whole(asked)) as engine:
@@ -805,3 +823,164 @@ def test_figures_of_two_are_those_of_one() -> None:
     assert {name: getattr(parts[0], name) for name in plain} == plain
     assert parts[0].to_dict() == whole.to_dict()
     assert list(parts[0].slices) == list(whole.slices)
+
+
+# -- what a tester found ----------------------------------------------------------------------------------
+
+
+def test_conversations_without_a_question_are_left_out(kvctl: Run, tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    talks = [[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], [], [{"from": "gpt", "value": "x"}]]
+    path.write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    with Engine(lambda number, asked: engine.whole({**asked, "max_tokens": 1})) as engine:
+        outcome = kvctl("serve-test", engine.url, "--prompts", str(path), "-n", "2", "--warmup", "0", "--json")
+        assert outcome.code == 0, outcome.err
+        assert "in 2 conversations nobody asks anything; left out" in outcome.err
+        assert {body["messages"][0]["content"] for body in engine.bodies} == {"hi"}
+
+
+def test_what_waited_to_be_sent_again_is_held_to_the_objective(kvctl: Run) -> None:
+    """Every sixth request is told to wait for 0.3 s: it does not have its first token within 0.2 s of when it was due."""
+    with Engine(
+        lambda number, asked: _busy("Retry-After: 0.3\r\n") if number % 6 == 2 else engine.whole(asked)
+    ) as engine:
+        outcome = kvctl(
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "2",
+            "-n",
+            "20",
+            "--warmup",
+            "0",
+            "--retry",
+            "1",
+            "--slo",
+            "ttft=200ms,p99",
+            "--json",
+        )
+        assert outcome.code == 3, outcome.err
+        load = outcome.json["loads"][0]
+        assert load["all"]["requests"]["good"] == 20
+        assert load["all"]["times"]["dispatch"]["count"] == 20 - load["retried"]
+        assert not any("waited for the client" in line for line in load["remarks"])
+        # A search for the limit ends where requests are turned away.
+        outcome = kvctl(
+            "serve-test",
+            engine.url,
+            "-i",
+            "40",
+            "-o",
+            "2",
+            "-n",
+            "12",
+            "--warmup",
+            "0",
+            "--retry",
+            "3",
+            "--find-limit",
+            "--json",
+        )
+        assert outcome.json["limit"]["why"] == "requests were turned away"
+
+
+def test_a_load_with_a_time_does_not_wait_beyond_it() -> None:
+    """Half a second, of a server that asks for ten: what was turned away is a failure, and the load is over."""
+    done: list[Exchange] = []
+    load = Closed(2, lambda number: Ask(REQUEST), Length(seconds=0.5), done.append, retries=3)
+    start = time.monotonic()
+    _run(load, lambda number: _busy("Retry-After: 10\r\n") if number in (1, 3) else [wait(0.02), *good(1)])
+    assert time.monotonic() - start < 5
+    assert sum(not one.good for one in done) == 2
+    assert load.retried == 0
+    # Nor for what is asked for beyond all patience.
+    done.clear()
+    load = Closed(1, lambda number: Ask(REQUEST), Length(requests=2), done.append, drain=5.0, retries=3)
+    _run(load, lambda number: _busy("Retry-After: 99999999999\r\n") if number == 0 else good(1))
+    assert [one.good for one in done] == [False, True]
+
+
+def test_rates_are_over_whole_intervals(kvctl: Run) -> None:
+    """Eight requests, ten a second: the last is due after 0.7 s, and the next would have been after 0.8 s: ten a second, no more."""
+    with Engine(lambda number, asked: engine.whole(asked)) as engine:
+        outcome = kvctl(
+            "serve-test", engine.url, "-i", "40", "-o", "1", "-r", "10", "-n", "8", "--warmup", "0", "--json"
+        )
+        assert outcome.code == 0, outcome.err
+        assert 7 < outcome.json["loads"][0]["all"]["per_second"]["requests"] <= 10.5
+        outcome = kvctl("serve-test", engine.url, "-r", "0.05", "-n", "8", "--dry-run")
+        assert "after a warm-up (1 request)" in outcome.out
+        outcome = kvctl("serve-test", engine.url, "-r", "20", "--turns", "2", "--dry-run")
+        assert "loads: 20 conversations a second" in outcome.out
+
+
+def test_parts_of_blocks_are_known_as_far_as_they_came() -> None:
+    """Prompts of 100, 200 and 300 tokens under one hash: 100 of the second had come before, and 200 of the third."""
+    from kvctl.loadtest.load import Ask as Asked
+    from kvctl.loadtest.target import read_url
+    from kvctl.loadtest.words import Vocabulary
+    from kvctl.loadtest.work import Kit, traced
+
+    def known(rows: list[dict[str, Any]], folder: Path) -> list[int | None]:
+        path = folder / "t"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        kit = Kit(
+            asks.Wire(read_url("x"), asks.CHAT, "m"), Vocabulary("a", tuple("bcdefgh"), 8, True), random.Random(1)
+        )
+        source = traced(str(path), None).source(kit)
+        found = [source.next() for _ in rows]
+        assert all(isinstance(one, Asked) for one in found)
+        return [one.known for one in found if one is not None]
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"input_length": length, "output_length": 1, "hash_ids": [0]} for length in (100, 200, 300)]
+        assert known(rows, Path(folder)) == [0, 100, 200]
+        rows = [
+            {"input_length": length, "output_length": 1, "hash_ids": ids}
+            for length, ids in ((600, [1, 2]), (1100, [1, 2, 3]))
+        ]
+        assert known(rows, Path(folder)) == [0, 600]  # 512 and the 88 that came of the second
+
+
+def test_logs_go_where_they_are_told(kvctl: Run, tmp_path: Path) -> None:
+    """Through a link to its file, into a pipe without replacing it, and into no folder."""
+    with Engine(lambda number, asked: engine.whole(asked)) as engine:
+        asked = ("serve-test", engine.url, "-i", "40", "-o", "1", "-n", "3", "--warmup", "0")
+        real, link = tmp_path / "real", tmp_path / "link"
+        real.write_text("old")
+        link.symlink_to(real)
+        assert kvctl(*asked, "--log", str(link)).code == 0
+        assert link.is_symlink()
+        assert len(real.read_text().splitlines()) == 3
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        read: list[str] = []
+        thread = threading.Thread(target=lambda: read.extend(pipe.read_text().splitlines()))
+        thread.start()
+        assert kvctl(*asked, "--log", str(pipe)).code == 0
+        thread.join(10)
+        assert len(read) == 3
+        assert pipe.is_fifo()
+        before = len(engine.bodies)
+        for path in (str(tmp_path), "", ".", "/", str(tmp_path / "no" / "such")):
+            outcome = kvctl(*asked, "--log", path)
+            assert outcome.code in (1, 2), path
+            assert "cannot write" in outcome.err
+            assert "internal" not in outcome.err
+        assert len(engine.bodies) == before
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "pipe", "real"]
+
+
+def test_the_server_is_patient_while_it_is_looked_at(kvctl: Run) -> None:
+    """What is tried before a load is turned away once, and asked again."""
+    with Engine(lambda number, asked: _busy("Retry-After: 0\r\n") if number == 0 else engine.whole(asked)) as engine:
+        assert (
+            kvctl("serve-test", engine.url, "-i", "40", "-o", "1", "-n", "3", "--warmup", "0", "--retry", "1").code == 0
+        )
+    assert kvctl("serve-test", "x", "--slo", "ttft=1s,ttft=2s").code == 2
+    assert kvctl("serve-test", "x", "-i", "200m").code == 2
+    assert "names no file" in kvctl("serve-test", "x", "--trace", "").err

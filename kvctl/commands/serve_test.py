@@ -99,7 +99,7 @@ def serve_test(
             "--output-tokens",
             "-o",
             metavar="N",
-            help="Tokens of each answer, likewise. Default: 128.",
+            help="Tokens of each answer, likewise; of --prompts at most. Default: 128.",
             show_default=False,
         ),
     ] = None,
@@ -191,7 +191,7 @@ def serve_test(
             "--concurrency",
             "-c",
             metavar="N",
-            help="Requests that are kept under way; several one after the other: 1,4,16. Default: 1.",
+            help="Requests (with --turns conversations) that are kept under way; several one after the other: 1,4,16. Default: 1.",
             show_default=False,
         ),
     ] = None,
@@ -201,8 +201,8 @@ def serve_test(
             "--rate",
             "-r",
             metavar="N",
-            help="Requests a second instead, whatever becomes of those before; several: 1,2,4; rising over "
-            "--duration: 1..10.",
+            help="Requests (with --turns conversations) a second instead, whatever becomes of those before; several: "
+            "1,2,4; rising over --duration: 1..10.",
             show_default=False,
         ),
     ] = None,
@@ -256,7 +256,7 @@ def serve_test(
         typer.Option(
             "--warmup",
             metavar="N",
-            help="Requests before those. Default: one for each under way, and 8 at least.",
+            help="Requests before those. Default: one for each under way, and 8 at least; of a slow --rate those of 10 s.",
             show_default=False,
         ),
     ] = None,
@@ -406,11 +406,11 @@ def serve_test(
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
     from kvctl import options, options_launch, options_serve, output_profile, output_serve, signals
-    from kvctl.errors import UsageError
+    from kvctl.errors import KvctlError, UsageError
 
     form = options.read_output_format(format_, json_)
     if calibrate:
-        if url is not None or launch is not None:
+        if url is not None or launch is not None or from_ is not None:
             raise UsageError("--calibrate brings its own server", hint="kvctl serve-test --calibrate")
         from kvctl.loadtest import calibrate as own
 
@@ -456,6 +456,8 @@ def serve_test(
         with output_serve.live(quiet=quiet) as (now, live, done), tests.Log(log) as kept:
             found = tests.run(plan, now, kept, live, done)
     comparison = None
+    if gates and (found.interrupted or not found.outcomes):
+        raise KvctlError("--fail-on: this run is not whole: it was interrupted, or has no loads", hint="a whole run")
     if earlier is not None and compare is not None and found.outcomes:
         from kvctl.loadtest.compare import compare as beside
 

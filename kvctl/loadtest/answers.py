@@ -52,7 +52,7 @@ def _refused(exchange: Exchange, response: Response) -> Fault:
     with contextlib.suppress(NoEventError):
         said = read(said.encode()).error or said
     words = " ".join(said.split())[:300]
-    exchange.retry_after = _wait(response.headers.get("retry-after"))
+    exchange.retry_after = wait_of(response.headers.get("retry-after"))
     kind = "rejected" if response.status in (429, 503) else "status"
     place = (
         f" to {response.headers['location'][:200]}"
@@ -62,12 +62,16 @@ def _refused(exchange: Exchange, response: Response) -> Fault:
     return Fault(kind, f"{response.status}{place}" + (f": {words}" if words else ""))
 
 
-def _wait(text: str | None) -> float | None:
+_LONGEST = 1e9
+"""Seconds: thirty years are as long as any more."""
+
+
+def wait_of(text: str | None) -> float | None:
     """Seconds of a Retry-After: a number, or a date (RFC 9110, section 10.2.3); None of neither."""
     if text is None:
         return None
-    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text.strip(), re.ASCII):
-        return float(text)
+    if re.fullmatch(r"\d{1,300}(\.\d{1,9})?", text.strip(), re.ASCII):
+        return min(float(text), _LONGEST)
     from email.utils import parsedate_to_datetime
 
     try:

@@ -150,6 +150,7 @@ def put(
         kit.lot.seed(f"{job.seed} {job.number} {job.index} of {job.of}")
     ready, figures, steady = Ready(making.next), Figures(plan.slo), Figures(plan.slo)
     given_up: str | None = None
+    behind = time.time_ns() - time.monotonic_ns()
 
     def told(exchange: Exchange) -> None:
         nonlocal given_up
@@ -163,7 +164,7 @@ def put(
         else:
             figures.see(exchange)
         if job.logs:
-            keep(line(exchange, job.number))
+            keep(line(exchange, job.number, job.index, behind))
         if given_up is None and (given_up := _too_many(figures, plan.most_errors)) is not None:
             source.stop()
 
@@ -192,8 +193,11 @@ def put(
             raise KvctlError(f"{plan.place.root}: {str(error).lower()}") from None
         finally:
             loop.close()
-    if given_up is None and not interrupted and figures.good and job.of == 1:
-        given_up = _too_many(figures, plan.most_errors, 1)
+    if source.upcoming is not None and figures.first and not interrupted and given_up is None:
+        # A rate is over whole intervals: of two requests two seconds apart the second has its two seconds, too.
+        figures.last = max(figures.last, source.upcoming)
+    if not interrupted and figures.good and job.of == 1:
+        given_up = _too_many(figures, plan.most_errors, 1) or given_up
     return Driven(
         figures, steady, source.began, source.stopped or time.monotonic_ns(), source.number, source.retried, making.cut, cpu, given_up,
         interrupted,
@@ -208,8 +212,8 @@ def joined(parts: Sequence[Driven], most_errors: float) -> Driven:
         steady.join(one.steady)
     given_up = next((one.given_up for one in parts if one.given_up is not None), None)
     interrupted = any(one.interrupted for one in parts)
-    if given_up is None and not interrupted and figures.good:
-        given_up = _too_many(figures, most_errors, 1)
+    if not interrupted and figures.good:
+        given_up = _too_many(figures, most_errors, 1) or given_up
     return Driven(
         figures, steady, max(one.began for one in parts), min(one.stopped for one in parts), sum(one.sent for one in parts),
         sum(one.retried for one in parts), sum(one.cut for one in parts), max(one.cpu for one in parts), given_up, interrupted,
@@ -221,8 +225,10 @@ def _source(
 ) -> load.Closed | load.Open:
     plan, step = job.plan, job.step
     whole = plan.length_of(step)
-    length = whole if whole.requests is None else whole.replace(requests=job.part(whole.requests))
-    warm, drain = job.part(plan.warm_of(step)), plan.patience.silence
+    all_warm, drain = plan.warm_of(step), plan.patience.silence
+    # Every n-th of all, of which the first are the warm-up: what is left of its own is measured.
+    warm = job.part(all_warm)
+    length = whole if whole.requests is None else whole.replace(requests=job.part(all_warm + whole.requests) - warm)
     if at_once is not None:
         return load.Closed(at_once, make, length, told, warm, drain, plan.retries, begin=begin)
     times = itertools.islice(_times(step, whole, clock), job.index, None, job.of)
@@ -250,8 +256,9 @@ def _too_many(figures: Figures, most_errors: float, least: int = _FEWEST) -> str
     return None
 
 
-def line(one: Exchange, step: int) -> dict[str, Any]:
-    """What became of a request; times in seconds from when it was due."""
+def line(one: Exchange, step: int, process: int, behind: int) -> dict[str, Any]:
+    """What became of a request; times in seconds from when it was due, and that in seconds since 1970. `behind`: nanoseconds from the
+    monotonic clock to that of the day."""
 
     def since(stamp: int) -> float | None:
         return (stamp - one.scheduled) / 1e9 if stamp else None
@@ -259,7 +266,7 @@ def line(one: Exchange, step: int) -> dict[str, Any]:
     usage, key = one.usage, one.key
     assert isinstance(key, load.Key)
     return {
-        "load": step, "number": key.number, "phase": key.phase, "tries": key.tries + 1, "built_input_tokens": key.ask.tokens,
+        "load": step, "process": process, "number": key.number, "due": (one.scheduled + behind) / 1e9, "phase": key.phase, "tries": key.tries + 1, "built_input_tokens": key.ask.tokens,
         "known_input_tokens": key.ask.known,
         "sent": since(one.sent), "first_byte": since(one.first_byte), "first_token": since(one.first_token),
         "first_answer": since(one.answer_at), "last_token": since(one.last_token), "ended": since(one.ended), "events": len(one.stamps),

@@ -83,6 +83,7 @@ class Exchange:
         "stamps",
         "status",
         "terminal",
+        "tries",
         "usage",
         "wrote",
     )  # fmt: skip
@@ -122,6 +123,8 @@ class Exchange:
         """Whether all stamps are the kernel's."""
         self.events: list[bytes] | None = None
         """The data of events, where they are kept: a list is put here before it is sent."""
+        self.tries = 0
+        """Times that the server had turned it away before."""
         self.wrote: Wrote | None = None
         """What the model wrote, where it is kept: one is put here before it is sent."""
         self.said: list[str] = []

@@ -64,9 +64,10 @@ class Slo(Record):
         out: dict[str, Any] = {name: None if limit is None else limit / SECOND for name, limit in limits.items()}
         return out | {"from_schedule": self.scheduled}
 
-    def kept(self, times: Mapping[str, int]) -> bool:
-        """Whether a request with these times keeps it; one without a time of its own (one token has no tpot) keeps that."""
-        own = {"ttft": "ttft_scheduled", "e2e": "e2e_scheduled"} if self.scheduled else {}
+    def kept(self, times: Mapping[str, int], *, retried: bool = False) -> bool:
+        """Whether a request with these times keeps it; one without a time of its own (one token has no tpot) keeps that. What waited
+        to be sent again (`retried`) is held to it from when it was due."""
+        own = {"ttft": "ttft_scheduled", "e2e": "e2e_scheduled"} if self.scheduled or retried else {}
         limits = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
         return all(limit is None or times.get(own.get(name, name), 0) <= limit for name, limit in limits.items())
 
@@ -179,10 +180,12 @@ class Figures:
             self.counted += exchange.usage.prompt
             self.with_built += 1
         found = times_of(exchange, tokens)
+        if exchange.tries:
+            del found["dispatch"]  # the server had it wait, not the client
         for name, value in found.items():
             self.times[name].add(value)
         self._gaps(exchange, tokens)
-        self.kept += self.slo is None or self.slo.kept(found)
+        self.kept += self.slo is None or self.slo.kept(found, retried=exchange.tries > 0)
         self.user_stamps += not exchange.kernel
 
     def _bad(self, exchange: Exchange) -> None:
@@ -258,7 +261,7 @@ class Figures:
 
     @property
     def seconds(self) -> float:
-        """From the first sending to the last event."""
+        """From the first sending to the last event; by a clock, until the next request would have been due."""
         return (self.last - self.first) / SECOND if self.first else 0.0
 
     @property

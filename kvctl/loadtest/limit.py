@@ -33,6 +33,8 @@ def breaks(outcome: Outcome, missed: str | None) -> str | None:
     kind = outcome.verdict.kind
     if outcome.given_up is not None and kind != KV:  # a full cache is why a load was given up, too
         return outcome.given_up
+    if outcome.retried:
+        return "requests were turned away"
     return kind if kind in (KV, BATCH, FAILED) else None
 
 

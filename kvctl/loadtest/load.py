@@ -14,8 +14,6 @@ SECOND = 1_000_000_000
 WARM, MEASURED = "warm-up", "measured"
 _BACK_OFF = 1.0
 """Seconds that are waited where a server turns a request away and does not say for how long."""
-_LONGEST_WAIT = 3600.0
-"""Seconds; a server that asks for more is not believed."""
 
 
 class Ask:
@@ -81,8 +79,8 @@ class Load:
 
     The first `warm` requests are the warm-up. The measured ones follow without a pause, into the server as the warm-up has filled it;
     the clock of the run begins with the first of them. After the last there is no new request, and answers under way are waited for
-    `drain` seconds at most. One that the server turns away (429, 503) is sent again, up to `retries` times, when the server says; it
-    keeps the time that it was due at first.
+    `drain` seconds at most. One that the server turns away (429, 503) is sent again, up to `retries` times, when the server says, if that is
+    within `drain` and before the end of a load that has a time; it keeps the time that it was due at first.
     """
 
     def __init__(
@@ -103,6 +101,11 @@ class Load:
         """When the last one was."""
         self.stopped = 0
         """When no more were sent."""
+
+    @property
+    def upcoming(self) -> int | None:
+        """When the next request that follows none would have been due, by a clock; None where there is no clock."""
+        return None
 
     def stop(self) -> None:
         """Send no more; what was turned away is not tried again."""
@@ -126,8 +129,7 @@ class Load:
 
     def due(self) -> int | None:
         """When the next request is to be sent; None: not before another has ended, or never."""
-        seconds = self._length.seconds
-        if seconds is not None and self.began and time.monotonic_ns() > self.began + seconds * SECOND:
+        if self._length.seconds is not None and self._too_late(time.monotonic_ns()):
             self._end()
         if not self.stopped and self._length.requests is not None and self.number >= self._warm + self._length.requests:
             self._end()
@@ -164,6 +166,7 @@ class Load:
     @staticmethod
     def _exchange(ask: Ask, when: int, key: Key) -> Exchange:
         exchange = Exchange(ask.data, when, key)
+        exchange.tries = key.tries
         if ask.reads:
             exchange.wrote = Wrote()
         return exchange
@@ -176,15 +179,21 @@ class Load:
         now = time.monotonic_ns()
         fault = exchange.fault
         if fault is not None and fault.kind == "rejected" and key.tries < self._retries:
-            wait = _BACK_OFF if exchange.retry_after is None else min(max(exchange.retry_after, 0.0), _LONGEST_WAIT)
-            self.retried += 1
-            heapq.heappush(self._later, _Later(now + int(wait * SECOND), key.ask, exchange))
-            return
+            wait = _BACK_OFF if exchange.retry_after is None else max(exchange.retry_after, 0.0)
+            if wait * SECOND <= self._drain and not self._too_late(now + int(wait * SECOND)):
+                self.retried += 1
+                heapq.heappush(self._later, _Later(now + int(wait * SECOND), key.ask, exchange))
+                return
         if key.ask.then is not None and exchange.good and not self.stopped:
             after = key.ask.then(exchange)
             if after is not None:
                 heapq.heappush(self._later, _Later(now + int(after.pause * SECOND), after))
         self._told(exchange)
+
+    def _too_late(self, when: int) -> bool:
+        """Whether the time of a load that has one is over by then."""
+        seconds = self._length.seconds
+        return seconds is not None and bool(self.began) and when > self.began + seconds * SECOND
 
     def over(self, now: int) -> bool:
         """Whether what is still under way is to be broken off."""
@@ -248,6 +257,10 @@ class Open(Load):
     def _forward(self) -> None:
         at = next(self._times, None)
         self._due = None if at is None else self._start + int(at * SECOND)
+
+    @property
+    def upcoming(self) -> int | None:
+        return self._due
 
     def _fresh(self) -> int | None:
         return None if self.most is not None and self.live >= self.most else self._due

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvctl.loadtest.launch import Launch
 
 
+_WARM_S = 10.0
+"""Seconds that the warm-up of a slow clock takes, at most."""
+
+
 class Step(Record):
     """One load: requests of a kind, so many at once, so many a second, or (neither) by their own times."""
 
@@ -34,14 +38,15 @@ class Step(Record):
     @property
     def words(self) -> str:
         """ "16 at once", "5 a second", "1 to 10 a second, 4,096 in"."""
+        what = " conversations" if self.work.talks else ""
         if self.at_once is not None:
-            pace = f"{self.at_once:,} at once"
+            pace = f"{self.at_once:,}{what} at once"
         elif self.rate is None:
             pace = "by its times"
         elif self.last_rate is None:
-            pace = f"{self.rate:g} a second"
+            pace = f"{self.rate:g}{what} a second"
         else:
-            pace = f"{self.rate:g} to {self.last_rate:g} a second"
+            pace = f"{self.rate:g} to {self.last_rate:g}{what} a second"
         return f"{pace}, {self.beside}" if self.beside else pace
 
     @property
@@ -64,7 +69,7 @@ class Plan(Record):
     path: str = asks.CHAT
     model: str | None = None
     warm: int | None = None
-    """Requests before those that count; None: as many as are under way, and eight at least."""
+    """Requests before those that count; None: as many as are under way, and eight at least; by a slow clock those of ten seconds."""
     headers: Mapping[str, str] = {}
     extra: Mapping[str, Any] = {}
     trust: target.Trust = target.Trust()
@@ -95,6 +100,8 @@ class Plan(Record):
     def warm_of(self, step: Step) -> int:
         """Requests of the warm-up."""
         warm = self.warm if self.warm is not None else max(8, step.at_once or 0)
+        if self.warm is None and step.rate is not None:
+            warm = max(1, min(warm, int(min(step.rate, step.last_rate or step.rate) * _WARM_S)))
         count = step.work.count
         return warm if count is None or self.warm is not None else min(warm, count // 4)
 

@@ -17,8 +17,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "output_tokens", "max_new_toke
 _HUMAN = ("human", "user")
 
 
-def read(path: str, turns: int = 1) -> tuple[Prompt, ...]:
-    """All of them, in the file's order.
+def read(path: str, turns: int = 1) -> tuple[tuple[Prompt, ...], int]:
+    """All of them, in the file's order, and how many entries were left out in which nobody asks anything.
 
     A file of JSON has a list, or an object a line: `messages` as OpenAI's protocol has them (what an assistant says at their end is
     left out), `conversations` as ShareGPT has them (what the human says in the first `turns`), or a text under `prompt`, `text` or
@@ -48,9 +48,10 @@ def read(path: str, turns: int = 1) -> tuple[Prompt, ...]:
                 f"{path}, {where}: {found}", hint='{"prompt": "…"} or {"messages": […]} a line, or plain lines'
             )
         out.append(found)
-    if not out:
+    asking = tuple(one for one in out if one.says or one.messages)
+    if not asking:
         raise SourceError(f"{path} has no prompts")
-    return tuple(out)
+    return asking, len(out) - len(asking)
 
 
 def _rows(path: str, text: str) -> Iterator[tuple[str, Any]]:
@@ -91,7 +92,7 @@ def _prompt(row: Any, turns: int) -> Prompt | str:
             part["value"] for part in asked["conversations"]
             if isinstance(part, dict) and part.get("from") in _HUMAN and isinstance(part.get("value"), str) and part["value"].strip()
         )[:turns]  # fmt: skip
-        return Prompt(says=says, out=limit) if says else "nobody asks anything"
+        return Prompt(says=says, out=limit)  # of nobody, now and then, in ShareGPT's own file
     found = next((asked[name] for name in _NAMES if isinstance(asked.get(name), str)), None)
     if found is None or not found.strip():
         return "neither prompt nor messages"

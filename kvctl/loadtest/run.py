@@ -17,7 +17,7 @@ from kvctl.loadtest.figures import Figures
 from kvctl.loadtest.live import Live
 from kvctl.loadtest.loop import Loop
 from kvctl.loadtest.plan import Plan, Step
-from kvctl.loadtest.work import Kit, Traced, Work
+from kvctl.loadtest.work import Given, Kit, Traced, Work
 from kvctl.record import Record
 from kvctl.units import plural
 
@@ -123,6 +123,7 @@ class Session:
         self.plan, self.say = plan, say
         self.address = target.resolve(plan.place)
         self.client = target.Client(plan.place, plan.trust, plan.headers, self.address)
+        self.client.retries = plan.retries
         say(f"looking at {plan.place.root}")
         self.server = target.look(self.client)
         model = plan.model or (self.server.models[0] if self.server.models else None)
@@ -146,6 +147,10 @@ class Session:
 
     def _fitting(self, work: Work) -> Work:
         """Without what the server cannot take, where some of it may be left out."""
+        if isinstance(work, Given) and work.left_out:
+            note = f"{work.path}: in {plural(work.left_out, 'conversation')} nobody asks anything; left out"
+            if note not in self.notes:
+                self.notes.append(note)
         if not isinstance(work, Traced):
             return work
         found = work.fitting(self.server.context)
@@ -249,7 +254,12 @@ class Session:
         done: list[Exchange] = []
         loop = self.loop()
         try:
-            loop.run(load.Closed(1, lambda number: wanted[number], load.Length(requests=len(wanted)), done.append))
+            loop.run(
+                load.Closed(
+                    1, lambda number: wanted[number], load.Length(requests=len(wanted)), done.append, drain=self.plan.patience.silence,
+                    retries=self.plan.retries,
+                )
+            )  # fmt: skip
         finally:
             loop.close()
         return done

@@ -168,8 +168,11 @@ class _Traced(msgspec.Struct, tag_field="kind", tag="trace"):
 class _Given(msgspec.Struct, tag_field="kind", tag="prompts"):
     path: str
     prompts: _Count
+    turns: _Some
     output_tokens: _Spread
+    output_capped: bool
     think_seconds: _Number
+    left_out: _Count
 
 
 class _Step(msgspec.Struct):
@@ -420,7 +423,9 @@ def _work(found: _Made | _Traced | _Given) -> Work:
             found.path, found.speed, found.requests, found.longest_tokens, found.seconds, left_out=found.left_out
         )
     if isinstance(found, _Given):
-        return Given(found.path, (), _spread(found.output_tokens), found.think_seconds, found.prompts)
+        return Given(
+            found.path, (), _spread(found.output_tokens), found.think_seconds, found.prompts, found.turns, found.output_capped, found.left_out
+        )  # fmt: skip
     if found.order not in (RANDOM, ROUND):
         raise ValueError(f"an order of {found.order[:40]!r}")
     return Made(

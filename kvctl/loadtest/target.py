@@ -15,10 +15,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvctl.errors import KvctlError, UsageError
+from kvctl.loadtest.answers import wait_of
 from kvctl.loadtest.connection import Address
 from kvctl.record import Record
 
 _SECONDS = 10.0
+_LONGEST_WAIT = 300.0
+"""Seconds that are waited where the server asks for it."""
 """For an answer, and all of it."""
 _MOST = 4 * 2**20
 """Bytes of an answer that is looked at."""
@@ -176,6 +179,7 @@ class Client:
         verify: ssl.SSLContext | bool = trust.context() if place.secure else True
         own = dict(headers) | {"Accept-Encoding": "identity"}
         self.root = self._base = place.root
+        self.retries = 0
         self._more: dict[str, Any] = {}
         if address is not None:
             own["Host"] = _netloc(place.name, place.port)
@@ -202,7 +206,15 @@ class Client:
             return None
 
     def post(self, path: str, body: Mapping[str, Any]) -> Answer | None:
-        """The same with a body in JSON."""
+        """The same with a body in JSON; what is turned away (429, 503) is asked again, up to `retries` times, when the server says."""
+        for _ in range(self.retries):
+            found = self._asked("POST", path, body)
+            if found is None or found.status_code not in (429, 503):
+                return found
+            wait = wait_of(found.headers.get("retry-after"))
+            if wait is not None and wait > _LONGEST_WAIT:
+                return found
+            time.sleep(1.0 if wait is None else wait)
         return self._asked("POST", path, body)
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer | None:

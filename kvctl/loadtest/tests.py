@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import KvctlError
+from kvctl.files import check_writable
 from kvctl.loadtest import calibrate, capacity, limit, remarks, verdict
 from kvctl.loadtest.plan import Plan, Step
 from kvctl.loadtest.report import ServeReport, missed, server_of
@@ -31,28 +33,51 @@ class Log:
     """A line of JSON for every request, in a file that is there when it is complete; None writes none."""
 
     def __init__(self, path: str | None) -> None:
-        self.path = None if path is None else Path(path)
-        self._part = None if self.path is None else self.path.with_name(f".{self.path.name}.part")
+        self.path = path
+        self._part: Path | None = None
+        """Where it is written until it is complete; None of what is no plain file: a pipe, a device."""
+        self._target: Path | None = None
         self._file: TextIOWrapper | None = None
 
     def __enter__(self) -> Log:
-        if self._part is not None:
-            try:
-                self._file = self._part.open("w", encoding="utf-8")
-            except OSError as error:
-                raise KvctlError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
+        if self.path is None:
+            return self
+        try:
+            place = Path(os.path.realpath(self.path))
+            if not self.path or place.is_dir():
+                raise KvctlError(f"cannot write {self.path[:200]!r}: it is a folder", hint="--log requests.jsonl")
+            if place.exists() and not place.is_file():
+                self._file = place.open("w", encoding="utf-8")
+                return self
+            check_writable(self.path)
+            self._target, self._part = place, place.with_name(f".kvctl-{os.getpid()}-{os.urandom(4).hex()}.part")
+            self._file = self._part.open("x", encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise self._cannot(error) from None
         return self
+
+    def _cannot(self, error: OSError | ValueError) -> KvctlError:
+        why = getattr(error, "strerror", None) or str(error)
+        return KvctlError(f"cannot write {(self.path or '')[:200]}: {why.lower()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is None or self._part is None or self.path is None:
+        if self._file is None:
             return
-        self._file.close()
-        if kind is None or issubclass(kind, KeyboardInterrupt):
-            self._part.replace(self.path)
-        else:
-            self._part.unlink(missing_ok=True)
+        try:
+            self._file.close()
+            if (
+                self._part is not None
+                and self._target is not None
+                and (kind is None or issubclass(kind, KeyboardInterrupt))
+            ):
+                self._part.replace(self._target)
+        except OSError as wrong:
+            raise self._cannot(wrong) from None
+        finally:
+            if self._part is not None:
+                self._part.unlink(missing_ok=True)
 
     @property
     def wanted(self) -> bool:
@@ -66,7 +91,7 @@ class Log:
         try:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise KvctlError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
+            raise self._cannot(error) from None
 
 
 def planned(plan: Plan) -> ServeReport:

@@ -97,6 +97,8 @@ def verdict(figures: Figures, seen: Window, *, cpu: float, at_once: int | None) 
     if thrown is not None:
         used = () if seen.kv_use is None else (f"KV cache in use: {seen.kv_use:.0%} at most",)
         return Verdict(KV, (f"{figures.faults['server']:,} of {figures.count:,} requests failed: {thrown}", *used))
+    if not figures.count:
+        return Verdict(UNKNOWN, ("no measured request has ended",))
     if not figures.good:
         return Verdict(FAILED, (f"none of {figures.count:,} requests was answered",))
     evidence = []

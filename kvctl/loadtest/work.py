@@ -87,6 +87,11 @@ class Work(Record):
         return True
 
     @property
+    def talks(self) -> bool:
+        """Whether some are conversations: a request follows another."""
+        return False
+
+    @property
     def natural(self) -> bool:
         """Whether answers end where the model ends them."""
         return False
@@ -154,6 +159,10 @@ class Made(Work):
             return None
         first, out, more = (part or 0 for part in parts)
         return first + self.turns * out + (self.turns - 1) * more
+
+    @property
+    def talks(self) -> bool:
+        return self.turns > 1
 
     @property
     def alone(self) -> Made:
@@ -410,7 +419,8 @@ class _Replay:
         self._kit, self._vocabulary = kit, kit.vocabulary
         self._requests = _requests(work.path, work.limit)
         self._salt = kit.lot.getrandbits(64)
-        self._before: set[int] = set()
+        self._before: dict[int, int] = {}
+        """Tokens that came under each hash."""
         self._number = 0
         self.cut = 0
 
@@ -419,7 +429,7 @@ class _Replay:
             self._number += 1
             if (self._number - 1) % self._kit.of == self._kit.index:
                 return self._ask(one)
-            self._before.update(one.hash_ids)
+            self._met(one)
         return None
 
     def _ask(self, one: Request) -> Ask:
@@ -427,15 +437,22 @@ class _Replay:
         if room < 1:  # shorter than what stands around any prompt
             room = 1
             self.cut += 1
-        shared = 0
-        for number in one.hash_ids:
-            if number not in self._before:
-                break
-            shared += 1
-        self._before.update(one.hash_ids)
-        known = min(shared * one.hash_tokens, one.input_length) if one.hash_ids else None
+        known = self._met(one) if one.hash_ids else None
+        self.cut += not one.output_length
         prompt = " ".join([self._vocabulary.first, *self._words(one, room)])
         return self._kit.ask(prompt, room + self._vocabulary.around, max(1, one.output_length), known)
+
+    def _met(self, one: Request) -> int:
+        """Tokens of its beginning that came before; from now on all of it has."""
+        shared, whole = 0, True
+        for place, number in enumerate(one.hash_ids):
+            own = min(one.hash_tokens, one.input_length - place * one.hash_tokens)
+            before = self._before.get(number, 0)
+            if whole:
+                shared += min(own, before)
+                whole = before >= own
+            self._before[number] = max(before, own)
+        return shared
 
     def _words(self, one: Request, room: int) -> list[str]:
         words = self._vocabulary.words
@@ -461,10 +478,15 @@ class Given(Work):
     path: str
     prompts: tuple[Prompt, ...]
     output: Spread
-    """Output tokens at most, of those that do not say."""
+    """Output tokens at most, of those that do not say; with `capped` of all."""
     think: float = 0.0
     many: int | None = None
     """How many there are, where they are not here themselves: of a result that was saved."""
+    turns: int = 1
+    """Of the longest conversation."""
+    capped: bool = False
+    left_out: int = 0
+    """Conversations of the file in which nobody asks anything."""
 
     @property
     def number(self) -> int:
@@ -484,6 +506,10 @@ class Given(Work):
         return False
 
     @property
+    def talks(self) -> bool:
+        return self.turns > 1
+
+    @property
     def natural(self) -> bool:
         return True
 
@@ -495,8 +521,11 @@ class Given(Work):
             "kind": "prompts",
             "path": self.path,
             "prompts": self.number,
+            "turns": self.turns,
             "output_tokens": self.output.to_dict(),
+            "output_capped": self.capped,
             "think_seconds": self.think,
+            "left_out": self.left_out,
         }
 
 
@@ -520,7 +549,9 @@ class _Reader:
         if not self._order:
             self._order = kit.lot.sample(range(len(work.prompts)), len(work.prompts))
         one = work.prompts[self._order.pop()]
-        out = work.output.draw(kit.lot) if one.out is None else one.out
+        out = work.output.draw(kit.lot)
+        if one.out is not None:
+            out = min(out, one.out) if work.capped else one.out
         if one.messages:
             return kit.ask(list(one.messages), None, out)
         if len(one.says) == 1:

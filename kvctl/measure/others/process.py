@@ -114,7 +114,7 @@ class Child:
             self.check()
             now = time.monotonic()
             if now - begun > limit_s:
-                raise KvctlError(f"{self.what} was not ready after {limit_s:,.0f} s: {self.last_words()}")
+                raise KvctlError(f"{self.what} was not ready after {limit_s:g} s: {self.last_words()}")
             if now - told >= 1:
                 told = now
                 tell(f"{doing}, {now - begun:,.0f} s")
