@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from kvctl.errors import KvctlError
 
@@ -31,6 +33,16 @@ def write_whole(path: str, data: bytes) -> None:
                 part.unlink(missing_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise _cannot(path, error) from None
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write a document of JSON in the same way.
+
+    Raises:
+        KvctlError: it cannot be written; then nothing is left behind.
+
+    """
+    write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def check_writable(path: str) -> None:

@@ -107,8 +107,6 @@ class Ready:
         self._make = make
         self._made: deque[load.Ask] = deque()
         self._bytes = 0
-        self.late = 0
-        """Requests that were made when they were due."""
 
     def fill(self, count: int, seconds: float = math.inf) -> None:
         """Until there are so many, or no more, or they take too much memory, or it takes so long."""
@@ -125,7 +123,6 @@ class Ready:
             ask = self._made.popleft()
             self._bytes -= len(ask.data)
             return ask
-        self.late += 1
         made = self._make()
         assert made is not None, "more requests than there are"
         return made

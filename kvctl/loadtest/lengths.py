@@ -20,12 +20,12 @@ class Spread(Record):
     @property
     def most(self) -> int | None:
         """The longest that can be drawn; None: there is no bound."""
-        raise NotImplementedError
+        return None
 
     @property
     def least(self) -> int:
         """The shortest."""
-        raise NotImplementedError
+        return 1
 
     def draw(self, lot: random.Random) -> int:
         """One, at least 1."""
@@ -88,14 +88,6 @@ class Normal(Spread):
     def words(self) -> str:
         return f"normal: mean {self.mean:g}, standard deviation {self.deviation:g}"
 
-    @property
-    def most(self) -> int | None:
-        return None
-
-    @property
-    def least(self) -> int:
-        return 1
-
     def draw(self, lot: random.Random) -> int:
         return max(1, round(lot.gauss(self.mean, self.deviation)))
 
@@ -110,14 +102,6 @@ class Lognormal(Spread):
     @property
     def words(self) -> str:
         return f"lognormal: median {self.median:g}, sigma {self.sigma:g}"
-
-    @property
-    def most(self) -> int | None:
-        return None
-
-    @property
-    def least(self) -> int:
-        return 1
 
     def draw(self, lot: random.Random) -> int:
         return max(1, round(lot.lognormvariate(math.log(self.median), self.sigma)))

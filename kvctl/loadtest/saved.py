@@ -5,7 +5,6 @@ A file has what a report is made of, so that all else is worked out again as it 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
-from kvctl.files import write_whole
+from kvctl.files import write_json
 from kvctl.loadtest import calibrate, lengths, load, metrics, target
 from kvctl.loadtest.capacity import Capacity, Side
 from kvctl.loadtest.figures import SECOND, SHOWN, SUMS, TIMES, Figures, Slo
@@ -303,7 +302,7 @@ def save(report: ServeReport, path: str) -> None:
         KvctlError: it cannot be written.
 
     """
-    write_whole(path, (json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n").encode())
+    write_json(path, report.to_dict())
 
 
 def read(path: str) -> ServeReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from kvctl.errors import ConfigError, KvctlError, SourceError
-from kvctl.files import write_whole
+from kvctl.files import write_json
 from kvctl.measure import report as reports
 from kvctl.measure.report import SCHEMA, ProfileReport
 from kvctl.measure.statistics import Sample
@@ -55,7 +55,7 @@ def save(report: ProfileReport, path: str) -> None:
         KvctlError: it cannot be written.
 
     """
-    write_whole(path, (json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n").encode())
+    write_json(path, report.to_dict())
 
 
 def load(path: str) -> Saved:
