@@ -1,0 +1,70 @@
+"""Which part of the best an engine reaches: fitted on published measurements (data/speed.json, written by scripts/fit_speed.py).
+
+A coefficient is a base and effects of what the setup is: engine, its age, the GPU's family and the card itself, the format of the weights.
+What was never measured has no effect of its own, so that an unseen card or engine gets what its kind has. Shares of the best
+go through a logistic function and stay below 1; times go through the exponential.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from typing import Any
+
+from kvctl.speed.roofline import Efficiency
+
+# Which effects a coefficient has: E engine, G engine and its age, F the GPU's family, C the card, K the kind of format, W the wire,
+# M mixtures of experts; pairs are joint effects.
+EFFECTS: dict[str, tuple[str, ...]] = {
+    "memory": ("E", "G", "F", "C", "K", "EK", "EF", "EM"),
+    "prefill": ("E", "G", "F", "C", "K", "EK", "EF", "EM"),
+    "decode": ("E", "F"),
+    "cache": ("E", "G", "F"),
+    "attention": ("E", "G", "F"),
+    "link": ("W", "E"),
+    "exchange": ("W", "E", "G", "F"),
+    "layer": ("E", "G", "F", "C"),
+    "expert_layer": ("E", "G", "F"),
+    "step": ("E", "G", "F"),
+    "sequence": ("E", "G"),
+    "half": ("E", "F"),
+    "first": ("E", "G"),
+    "wait": ("E", "G"),
+    "mix": ("E", "G"),
+    "busy": ("E", "G"),
+}
+SHARES = frozenset(("memory", "prefill", "decode", "cache", "attention", "link", "mix", "busy"))
+"""Those that are below 1."""
+
+
+def effects(name: str, facts: dict[str, str]) -> list[str]:
+    """The names of a coefficient's effects for a setup; `facts` are its letters."""
+    found = []
+    for letters in EFFECTS[name]:
+        values = [facts.get(letter, "") for letter in letters]
+        if all(values):
+            found.append("|".join((letters, *values)))
+    return found
+
+
+@cache
+def fitted() -> dict[str, Any]:
+    """What the fit wrote."""
+    import json
+
+    path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "speed.json")
+    with open(path, encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def efficiency(facts: dict[str, str], table: dict[str, Any] | None = None) -> Efficiency:
+    """Of a setup."""
+    table = fitted()["coefficients"] if table is None else table
+    values = {}
+    for name in EFFECTS:
+        row = table[name]
+        z = row["base"] + sum(row["effects"].get(effect, 0.0) for effect in effects(name, facts))
+        values[name] = 1 / (1 + math.exp(-z)) if name in SHARES else math.exp(z)
+    return Efficiency(**values)

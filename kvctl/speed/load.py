@@ -1,0 +1,34 @@
+"""What requests see: both phases put together, under a load that is held at so many requests at once.
+
+Works on numbers and on arrays alike, as `kvctl.speed.roofline` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvctl.speed.roofline import Demand, Efficiency, prompt_seconds, step_seconds
+
+
+def served(step: Demand, prompt: Demand, e: Efficiency, others: Any, output: Any) -> tuple[Any, Any]:
+    """Seconds to the first token and between tokens, of requests that come one after another, `others` beside each in its group of ranks.
+
+    A decoding request waits for a share of the prompts that come while it answers, one for each of the others; a prompt waits for
+    those of others that are computed when it comes: each is with the share of its time that its own prompt takes, and starts
+    that fall together add to that.
+    """
+    token, own = step_seconds(step, e), prompt_seconds(prompt, e)
+    between = token + e.mix * own * others / output
+    computing = own / (own + output * between)
+    first = e.first + own * (1 + others * (e.wait + computing / 2))
+    return first, between
+
+
+def full(step: Demand, prompts: Demand, e: Efficiency, requests: Any, output: Any) -> Any:
+    """Requests a second of a group of ranks that is never short of them; `prompts` are those of all `requests` in service."""
+    return e.busy * requests / (output * step_seconds(step, e) + prompt_seconds(prompts, e))
+
+
+def batch(step: Demand, prompts: Demand, e: Efficiency, output: Any) -> Any:
+    """Seconds of requests that start and end together."""
+    return prompt_seconds(prompts, e) + output * step_seconds(step, e)

@@ -1,0 +1,345 @@
+"""Published speed measurements as kvctl.speed sees them: a layout, a load, and figures to compare.
+
+A record is one of tests/data/speed.jsonl, or of any file in that form: model, engine, engine_version, gpu, gpus, tp, pp, weights, kv_dtype,
+input_len, output_len, concurrency, metric. What cannot be read is said and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvctl.errors import KvctlError
+from kvctl.formats import BF16, cache_format, plain
+from kvctl.hardware.table import cards, find
+from kvctl.model import build_spec
+from kvctl.record import Record
+from kvctl.sources import resolve
+from kvctl.spec import Formats, ModelSpec
+
+METRICS = ("decode_tok_s_request", "decode_tok_s_total", "prefill_tok_s", "total_tok_s", "e2e_latency_s", "output_tok_s_total",
+           "speed_in_plus_out_tok_s", "ttft_ms", "tpot_ms", "itl_ms")  # fmt: skip
+
+# Names that benchmarks use and the Hub does not, or that the catalogue has under another.
+MODELS = {
+    "llama-7b": "meta-llama/Llama-2-7b-hf",  # the first Llama has the second's shape
+    "llama-13b": "NousResearch/Llama-2-13b-hf",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-13b": "NousResearch/Llama-2-13b-hf",
+    "llama-2-70b": "codellama/CodeLlama-70b-hf",  # of Llama 2's shape
+    "llama-2-70b-hf": "codellama/CodeLlama-70b-hf",
+    "llama-30b": "huggyllama/llama-30b",
+    "llama-65b": "huggyllama/llama-65b",
+    "llama-3.1-405b": "meta-llama/Llama-3.1-405B-Instruct",
+    "meta-llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "meta-llama-3-70b": "meta-llama/Meta-Llama-3-70B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "cogito-v1-preview-qwen-32b": "Qwen/Qwen2.5-32B-Instruct",  # fine-tuned from it
+}
+_TAIL = re.compile(r"(-(fp4|nvfp4|fp8|fp8-kv|mxfp4|mxfp4-q8|q8|4bit|8bit|gptq-8bit|gptq-int4|gptq-int8|int4|int8|awq|gguf|qat|hf|bf16|fp16|exl2|mlx))+$")
+
+
+class Point(Record):
+    """One measurement that can be compared."""
+
+    id: str
+    source: str
+    engine: str
+    generation: str
+    gpu: str
+    weights: str
+    group: str
+    """Model, GPU and engine: what is left out together."""
+    spec: Any
+    card: Any
+    gpus: int
+    tensor: int
+    pipeline: int
+    data: int
+    expert: bool
+    fmt: Any
+    kv: Any
+    input: int | None
+    output: int | None
+    concurrency: int | None
+    saturated: bool
+    figures: Any
+    """Metric → value, as the record has them."""
+    trust: float
+    """1 where nothing speaks against it, less where the record is graded lower."""
+
+
+def read(record: dict[str, Any]) -> Point | str:
+    """The point, or why it is none."""
+    found = model(record["model"])
+    if found is None:
+        return f"model {record['model']}"
+    card = gpu(record["gpu"])
+    if card is None:
+        return f"gpu {record['gpu']}"
+    fmt = weights(record, found)
+    if fmt is None:
+        return f"weights {record['weights']}"
+    engine, generation = engine_of(record)
+    count, tp, pp = record["gpus"], record.get("tp"), record.get("pp") or 1
+    data, ep = record.get("attention_dp") or 1, record.get("moe_ep") or record.get("ep") or 1
+    if tp is None:
+        tp = count // pp
+    if tp * pp * data < count and ep > 1:
+        tp = count // (pp * data)
+    if tp * pp * data > count:
+        data = max(1, count // (tp * pp))
+    name = record["kv_dtype"] or ""
+    kv = cache_format("fp8") if "fp8" in name.lower() else cache_format("q8_0") if "q8_0" in name else plain(BF16)
+    if not name and fmt in ("fp8", "nvfp4") and engine == "tensorrt-llm":
+        kv = cache_format("fp8")  # "FP8 quantization also sets FP8 KV": the engine's own performance page
+    figures = {key: value for key, value in record["metric"].items() if key in METRICS}
+    grade = {"A": 1.0, "B": 0.7, "C": 0.35}[record.get("grade", "C")]
+    return Point(
+        id=record["id"], source=re.split(r" row|@", record["source"])[0], engine=engine, generation=generation, gpu=card.name, weights=fmt,
+        group=f"{record['model']}|{record['gpu']}|{record['engine']}", spec=found, card=card, gpus=count, tensor=tp, pipeline=pp, data=data,
+        expert=ep > 1, fmt=fmt, kv=kv, input=record["input_len"], output=record["output_len"], concurrency=record["concurrency"],
+        saturated=record.get("load") == "saturated", figures=figures, trust=grade,
+    )  # fmt: skip
+
+
+_SPECS: dict[str, ModelSpec | None] = {}
+
+
+def model(name: str) -> ModelSpec | None:
+    """The model of a record, in the catalogue."""
+    if name not in _SPECS:
+        _SPECS[name] = _model(name)
+    return _SPECS[name]
+
+
+def _model(name: str) -> ModelSpec | None:
+    short = name.rpartition("/")[2]
+    bare = _TAIL.sub("", short.lower())
+    for candidate in (name, short, MODELS.get(short.lower()), MODELS.get(bare), bare, bare + "-instruct", bare + "-it", bare.removesuffix("-instruct")):
+        if candidate is None:
+            continue
+        try:
+            return build_spec(resolve(candidate, source="catalogue"))
+        except KvctlError:
+            continue
+    return None
+
+
+def gpu(name: str) -> Any:
+    """The card of a record."""
+    plain_name = re.sub(r"\(.*?\)", "", name).strip()
+    tries = [name, plain_name, re.sub(r"\s\d+\s?GB.*", "", plain_name), re.sub(r"\s\d+-Core GPU", "", re.sub(r"\s\d+\s?GB.*", "", plain_name), flags=re.I)]
+    tries.append(re.sub(r"\s\d+-core", "", tries[-1], flags=re.I))
+    tries += [f"Apple {text}" for text in tries[-1:]]
+    tries += [text.removeprefix("AMD ") for text in tries]
+    tries += [re.sub(r"^(RTX|GTX)", r"GeForce \1", text) for text in tries]
+    tries += [text.replace(" Server", "") for text in tries]
+    for text in tries:
+        found = find(text)
+        if found:
+            size = re.search(r"(\d+)\s?GB", name)
+            if size and len(found) > 1:
+                return min(found, key=lambda card: abs(card.nominal_gb - int(size[1])))
+            return found[0]
+    words = plain_name.lower()
+    return next((card for card in cards() if card.name.lower() in words), None)
+
+
+def weights(record: dict[str, Any], spec: ModelSpec) -> str | None:
+    """A format's name as kvctl.speed.machine has it."""
+    text = record["weights"].lower()
+    if "not stated" in text and "bf16" in text:
+        return "bf16"
+    bpw = re.search(r"exl2 ([\d.]+)", text)
+    if bpw:
+        return f"exl2-{bpw[1]}"
+    if "mlx" in text:
+        return "mlx-mxfp4" if "mxfp4" in text else "mlx-4bit"
+    if "gptq" in text:
+        return "gptq-int8" if "8" in text.replace("q8", "") and "4" not in text else "gptq"
+    if spec.model_type == "gpt_oss":
+        return "mxfp4"
+    for name in ("q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0", "q4_0", "q3_k_m", "q2_k", "mxfp4"):
+        if name in text:
+            return name if name != "q4_0" else "q4_k_s"
+    if "gguf" in text and "16" in text:
+        return "f16"
+    if "awq" in text:
+        return "awq"
+    if "nvfp4" in text or text.startswith("fp4"):
+        return "nvfp4"
+    if "int4" in text:
+        return "w4a16"
+    if "fp8" in text:
+        return "fp8"
+    if "int8" in text:
+        return "w8a8"
+    if "16" in text or "not stated" in text:
+        return "bf16"
+    return None
+
+
+def engine_of(record: dict[str, Any]) -> tuple[str, str]:
+    """kvctl's name of the engine, and "old" for those whose performance is of another age."""
+    name = {"TensorRT-LLM": "tensorrt-llm", "NIM (TensorRT-LLM)": "tensorrt-llm", "vLLM": "vllm", "SGLang": "sglang"}.get(record["engine"], record["engine"].lower())
+    version = str(record["engine_version"] or "")
+    number = re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(number[1]), int(number[2])) if number else None
+    old = False
+    if name == "vllm":
+        old = minor < (0, 8) if minor else "2024" in version or "argonne" in record["source"]
+    elif name == "tensorrt-llm":
+        old = (minor < (1, 0) and minor[0] == 0) if minor else "argonne" in record["source"]
+        old = old and record["engine"] != "NIM (TensorRT-LLM)"
+    elif name == "sglang":
+        old = minor is not None and minor < (0, 5)
+    elif name == "llama.cpp":
+        old = "2024" in version
+    return name, "old" if old else ""
+
+
+# -- from a point to demands ------------------------------------------------------------------------------
+
+CHUNKS = {"llama.cpp": 512, "ollama": 512, "mlx-lm": 2048, "exllamav2": 2048}
+"""Tokens of a prompt that an engine computes at once; 8,192 where it is not here."""
+MOST = 2048
+"""Requests in a batch, where memory would hold more."""
+
+
+class Observation(Record):
+    """One figure of a point, with what its prediction needs."""
+
+    point: Point
+    metric: str
+    value: float
+    kind: str
+    """Which formula: token, prompt, batch, first, between, served, full."""
+    step: Any
+    prompt: Any
+    others: float
+    output: float
+    requests: float
+    groups: float
+    """Groups of ranks that serve side by side."""
+    facts: Any
+
+
+def layout(point: Point) -> Any:
+    """The ranks of a point."""
+    from kvctl.speed.machine import NETWORK_GBS, family, format_of, peaks
+    from kvctl.speed.roofline import Layout
+    from kvctl.speed.work import work_of
+
+    fmt = format_of(point.fmt)
+    assert fmt is not None
+    best = peaks(point.card, fmt)
+    if best is None:
+        return None
+    work = work_of(point.spec, Formats(BF16, point.kv, point.kv))
+    large = family(point.card) == "blackwell" and point.gpus > 8
+    return Layout(work, fmt, best, point.tensor, point.pipeline, point.data, point.expert, 72 if large else 8, NETWORK_GBS * 1e9)
+
+
+def facts(point: Point, laid: Any) -> dict[str, str]:
+    """What its efficiencies depend on."""
+    from kvctl.speed.machine import family
+
+    return {"E": point.engine, "G": f"{point.engine}/{point.generation}" if point.generation else "", "F": family(point.card), "C": point.card.name,
+            "K": laid.fmt.kind + ("" if laid.peaks.native else " unpacked"), "W": laid.wire[1] if laid.tensor > 1 else "", "M": "experts" if laid.work.experts else ""}  # fmt: skip
+
+
+def capacity(point: Point, laid: Any, tokens: float) -> float:
+    """Requests of so many tokens that the memory of the ranks holds; roughly, for what a source does not say."""
+    from kvctl.speed.roofline import step
+
+    held = point.card.device_mib * 2**20 * 0.9 - 2.5e9
+    demand = step(laid, 1, tokens)
+    work, (dense, each, head) = laid.work, laid.bytes_of
+    stored = (work.dense * dense + 2 * work.head * head) / laid.tensor / laid.pipeline + work.experts * work.expert * each / laid.spread / laid.pipeline
+    one = demand.cache * laid.peaks.bandwidth / laid.pipeline
+    return max((held - stored) / max(one, 1.0), 0.5) * laid.data
+
+
+def observations(point: Point) -> list[Observation] | str:
+    """Its figures; or why there are none."""
+    from kvctl.speed.roofline import prompt, step
+
+    laid = layout(point)
+    if laid is None:
+        return f"rates of {point.gpu}"
+    known = facts(point, laid)
+    chunk = CHUNKS.get(point.engine, 8192)
+    if point.engine == "llama.cpp" and "dgx-spark" in point.source:
+        chunk = 2048
+    i, o, c = point.input, point.output, point.concurrency
+    found: list[Observation] = []
+
+    def add(metric: str, value: float, kind: str, demand: Any, asked: Any, others: float = 0.0, output: float = 1.0, requests: float = 1.0, groups: float = 1.0) -> None:
+        found.append(Observation(point, metric, value, kind, demand, asked, others, output, requests, groups, known))
+
+    for metric, value in point.figures.items():
+        if value is None or value <= 0:
+            continue
+        if metric in ("decode_tok_s_request", "decode_tok_s_total"):
+            batch = c or 1
+            add(metric, value, "token", step(laid, batch, (i or 0) + (o or 32) / 2), prompt(laid, 1), requests=1 if metric.endswith("request") else batch)
+            continue
+        if metric == "prefill_tok_s":
+            add(metric, value, "prompt", step(laid, 1, 1), prompt(laid, i, c or 1, chunk, pipelined=True), requests=(c or 1) * i)
+            continue
+        if i is None or o is None:
+            continue
+        length = i + o / 2
+        room = capacity(point, laid, i + o)
+        if point.saturated:
+            held = min(room, MOST * laid.data)
+            mine = max(held / laid.data, 1.0)
+            add(metric, value, "full", step(laid, held, length), prompt(laid, i, mine, chunk), requests=mine, output=o, groups=laid.data * o)
+            continue
+        if c is None:
+            continue
+        held = min(c, max(room, 1.0))
+        mine = max(held / laid.data, 1.0)
+        demand = step(laid, held, length)
+        if metric in ("e2e_latency_s", "total_tok_s", "speed_in_plus_out_tok_s") or (metric == "output_tok_s_total" and "ttft_ms" not in point.figures and "QwenLM" in point.source):
+            add(metric, value, "batch", demand, prompt(laid, i, mine, chunk), output=o, requests=c / held,
+                groups={"e2e_latency_s": 0.0, "output_tok_s_total": c * o}.get(metric, float(c * (i + o))))
+        elif metric == "ttft_ms":
+            if o == 1:
+                add(metric, value, "prompt ms", demand, prompt(laid, i, mine, chunk))
+            else:
+                add(metric, value, "first", demand, prompt(laid, i, 1, chunk), others=mine - 1, output=o, requests=c / held)
+        elif metric in ("tpot_ms", "itl_ms"):
+            add(metric, value, "between", demand, prompt(laid, i, 1, chunk), others=mine - 1, output=o)
+        elif metric == "output_tok_s_total":
+            add(metric, value, "served", demand, prompt(laid, i, 1, chunk), others=mine - 1, output=o, groups=held * o)
+    return found
+
+
+def predicted(kind: Any, d: Any, p: Any, e: Any, others: Any, output: Any, requests: Any, groups: Any) -> Any:
+    """The figure of an observation of one kind; numbers or arrays."""
+    from kvctl.speed.load import batch, full, served
+    from kvctl.speed.roofline import prompt_seconds, step_seconds
+
+    if kind == "token":
+        return requests / step_seconds(d, e)
+    if kind == "prompt":
+        return requests / prompt_seconds(p, e)
+    if kind == "prompt ms":
+        return 1000 * prompt_seconds(p, e)
+    if kind == "full":
+        return full(d, p, e, requests, output) * groups
+    if kind == "batch":
+        seconds = batch(d, p, e, output) * requests
+        return seconds + (groups > 0) * (groups / seconds - seconds)
+    first, between = served(d, p, e, others, output)
+    if kind == "first":
+        # Those that memory does not hold wait until others end.
+        return 1000 * (first + (requests - 1) * (first + output * between))
+    if kind == "between":
+        return 1000 * between
+    return groups / (first + output * between)
