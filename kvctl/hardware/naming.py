@@ -16,7 +16,7 @@ _LONGEST_COUNT = 3
 """Digits that are taken for a count before a name that is not known."""
 _BEFORE = re.compile(r"([0-9]+)\s*[xX×*]\s*(?=\S)")
 _AFTER = re.compile(r"\s*[xX×*]\s*([0-9]{1,4})$")
-_SIZED = re.compile(r"(.*\d)\s*[gG](?:i?[bB])?")
+_SIZED = re.compile(r"(.*\d)\s*g(?:i?b)?(?:\s*(?:hbm|gddr)\d[ex]?)?", re.IGNORECASE)
 _WRITE = "write --gpu H100, 2xRTX4090, H100:80GiB, A100-40GB,2xRTX3090, local or cpu"
 _LOCAL_PICK = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]+")
 
