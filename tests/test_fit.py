@@ -385,7 +385,7 @@ def test_a_generic_name_says_which_card_it_took(kvctl: Run) -> None:
 
 def test_gpus_are_listed(kvctl: Run) -> None:
     rows = kvctl("size", "--list-gpus", "--json").json["gpus"]
-    assert len(rows) == 72
+    assert len(rows) == 123
     assert [row["name"] for row in kvctl("size", "--list-gpus", "h100", "--json").json["gpus"]] == [
         "H100 PCIe", "H100 SXM", "H100 NVL"]  # fmt: skip
     assert kvctl("size", "--list-gpus", "nothing-like-it").code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvctl.errors import UsageError
@@ -15,7 +16,7 @@ _LONGEST_COUNT = 3
 """Digits that are taken for a count before a name that is not known."""
 _BEFORE = re.compile(r"([0-9]+)\s*[xX×*]\s*(?=\S)")
 _AFTER = re.compile(r"\s*[xX×*]\s*([0-9]{1,4})$")
-_SIZED = re.compile(r"(.*\d)\s*[gG](?:i?[bB])?")
+_SIZED = re.compile(r"(.*\d)\s*g(?:i?b)?(?:\s*(?:hbm|gddr)\d[ex]?)?", re.IGNORECASE)
 _WRITE = "write --gpu H100, 2xRTX4090, H100:80GiB, A100-40GB,2xRTX3090, local or cpu"
 _LOCAL_PICK = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]+")
 
@@ -89,22 +90,43 @@ def _item(text: str, head: str, memory: str | None) -> _Item:
             return _Item(count * _count(digits, text), name.strip(), memory)
         if memory is None and (sized := _sized(name)) is not None:
             return _Item(count * _count(digits, text), *sized, named_size=True)
+    if memory is None:
+        for name, _ in readings:
+            _refuse_other_size(name)
     # "7900 xtx" is a name, and no count of "tx".
     counted = before is not None and len(before[1]) <= _LONGEST_COUNT
     return _Item(count, head[before.end() :] if counted and before is not None else head, memory)
 
 
 def _sized(name: str) -> tuple[str, str] | None:
-    """ "A100-40GB", "m2ultra192gb" as a known name and a size that it comes with."""
-    match = _SIZED.fullmatch(name)
-    if match is None:
-        return None
-    for digits in (3, 2, 1):
-        bare, size = match[1][:-digits], match[1][-digits:]
-        found = table.find(bare) if size.isascii() and size.isdecimal() else ()
+    """ "A100-40GB", "RTX 3080 (12 GB)", "m2ultra192gb" as a known name and a size that it comes with."""
+    for bare, size, found in _splits(name):
         if any(_published(card, int(size) * 10**9) for card in found):
-            return bare.strip(" -_"), size + "GB"
+            return bare, size + "GB"
     return None
+
+
+def _splits(name: str) -> Iterator[tuple[str, str, tuple[GpuFacts, ...]]]:
+    """Each known name and digits of gigabytes that the text may be, with the cards so named."""
+    match = _SIZED.fullmatch(name.replace("(", " ").replace(")", " ").strip())
+    if match is None:
+        return
+    for digits in (3, 2, 1):
+        bare, size = match[1][:-digits].strip(" -_"), match[1][-digits:]
+        if size.isascii() and size.isdecimal() and (found := table.find(bare)):
+            yield bare, size, found
+
+
+def _refuse_other_size(name: str) -> None:
+    """An error for a known card with a size that it does not come with."""
+    for bare, size, found in _splits(name):
+        # "A10060GB" is an A100 with 60 GB, and no A10 with 060.
+        if not size.startswith("0"):
+            sizes = " or ".join(dict.fromkeys(_sizes(card) for card in found))
+            raise UsageError(
+                f"--gpu: {_short(bare)} comes with {sizes}, not {size} GB",
+                hint=f"write {bare}, or {bare}:{size}GB for memory of that size",
+            )
 
 
 def _count(digits: str, text: str) -> int:
@@ -203,6 +225,7 @@ def _published(card: GpuFacts, size: int) -> int | None:
         if size in (option * GIB, option * 10**9):
             return option * GIB
     exact = card.device_mib * MIB
-    named = card.nominal_gb // card.dies
-    decimal = round(exact / 10**9)
-    return exact if size in (named * GIB, named * 10**9, decimal * 10**9, exact) else None
+    # Of a card with two dies people name the memory of both, or of one.
+    named = {card.nominal_gb, card.nominal_gb // card.dies}
+    sizes = {gigabytes * unit for gigabytes in named for unit in (GIB, 10**9)}
+    return exact if size in {*sizes, round(exact / 10**9) * 10**9, exact} else None
