@@ -1,6 +1,6 @@
 """Fits kvctl/data/speed.json on published measurements: efficiencies, and how far predictions of unseen combinations are off.
 
-Needs numpy and scipy. Bases and effects are found together by least squares of the logarithm of predicted over measured, with a loss
+Needs numpy. Bases and effects are found together by least squares of the logarithm of predicted over measured, with a loss
 that outliers do not rule; effects are held near nothing (a Gaussian prior), so that only what the data tell has one. Ranges are those
 of combinations of model, GPU and engine that a fit has not seen.
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -140,8 +139,28 @@ def fit(data: Data) -> dict[str, Any]:
             parts += [slope[:, None], data.members[name] * slope[:, None]]
         return np.vstack([np.hstack(parts), np.diag(1 / held)])
 
-    result = least_squares(residuals, x0, slopes, method="trf", x_scale=held, max_nfev=60)
-    return unpack(result.x, data.names)
+    return unpack(_descend(residuals, slopes, x0, held), data.names)
+
+
+def _descend(residuals: Any, slopes: Any, x: Any, scale: Any) -> Any:
+    """Least squares by Levenberg and Marquardt's steps, in units of the priors."""
+    damping, here = 1e-2, residuals(x)
+    for _ in range(80):
+        slope = slopes(x) * scale
+        normal, downhill = slope.T @ slope, slope.T @ here
+        while True:
+            trial = x - scale * np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
+            there = residuals(trial)
+            if np.isfinite(there).all() and there @ there < here @ here:
+                break
+            damping *= 4
+            if damping > 1e8:
+                return x
+        gain = 1 - (there @ there) / (here @ here)
+        x, here, damping = trial, there, max(damping / 4, 1e-6)
+        if gain < 1e-5:
+            return x
+    return x
 
 
 def _soft(off: Any) -> Any:

@@ -92,10 +92,14 @@ def read(record: dict[str, Any]) -> Point | str:
         tp = count // (pp * data)
     if tp * pp * data > count:
         data = max(1, count // (tp * pp))
+    if card.dies > 1 and "source counts" in record["gpu"]:
+        # Cards, of which an engine sees every die: 70B parameters in 16 bits do not lie on two dies.
+        count, tp = count * card.dies, tp * card.dies
     name = record["kv_dtype"] or ""
     kv = cache_format("fp8") if "fp8" in name.lower() else cache_format("q8_0") if "q8_0" in name else plain(BF16)
-    if not name and fmt in ("fp8", "nvfp4") and engine == "tensorrt-llm":
-        kv = cache_format("fp8")  # "FP8 quantization also sets FP8 KV": the engine's own performance page
+    if not name and fmt in ("fp8", "nvfp4") and engine in ("tensorrt-llm", "vllm"):
+        # TensorRT-LLM's performance page: FP8 checkpoints set it. vLLM: as those runs are started, and as many requests need.
+        kv = cache_format("fp8")
     figures = {key: value for key, value in record["metric"].items() if key in METRICS}
     grade = {"A": 1.0, "B": 0.7, "C": 0.35}[record.get("grade", "C")]
     return Point(
@@ -131,6 +135,8 @@ def _model(name: str) -> ModelSpec | None:
 
 def gpu(name: str) -> Any:
     """The card of a record."""
+    if name == "A100 (memory size not stated)":
+        return find("A100 40GB SXM")[0]  # of Polaris, a machine with that card
     plain_name = re.sub(r"\(.*?\)", "", name).strip()
     tries = [name, plain_name, re.sub(r"\s\d+\s?GB.*", "", plain_name), re.sub(r"\s\d+-Core GPU", "", re.sub(r"\s\d+\s?GB.*", "", plain_name), flags=re.I)]
     tries.append(re.sub(r"\s\d+-core", "", tries[-1], flags=re.I))
@@ -249,7 +255,7 @@ def facts(point: Point, laid: Any) -> dict[str, str]:
     from kvctl.speed.machine import family
 
     return {"E": point.engine, "G": f"{point.engine}/{point.generation}" if point.generation else "", "F": family(point.card), "C": point.card.name,
-            "K": laid.fmt.kind + ("" if laid.peaks.native else " unpacked"), "W": laid.wire[1] if laid.tensor > 1 else "", "M": "experts" if laid.work.experts else ""}  # fmt: skip
+            "K": laid.fmt.kind + ("" if laid.peaks.native else " unpacked"), "W": laid.wire[1] if laid.tensor > 1 else "", "M": "experts" if laid.work.experts else "", "L": "latent" if any(g.step != g.pair for g in laid.work.attends) else ""}  # fmt: skip
 
 
 def capacity(point: Point, laid: Any, tokens: float) -> float:
@@ -294,11 +300,13 @@ def observations(point: Point) -> list[Observation] | str:
         if i is None or o is None:
             continue
         length = i + o / 2
-        room = capacity(point, laid, i + o)
+        room = capacity(point, laid, i + o if point.engine == "tensorrt-llm" else length)
+        if room < laid.data:
+            room = float(MOST * laid.data)  # a record that contradicts itself: what did not fit was served
         if point.saturated:
             held = min(room, MOST * laid.data)
             mine = max(held / laid.data, 1.0)
-            add(metric, value, "full", step(laid, held, length), prompt(laid, i, mine, chunk), requests=mine, output=o, groups=laid.data * o)
+            add(metric, value, "full", step(laid, held, length), prompt(laid, i, mine, chunk, pipelined=True), requests=mine, output=o, groups=laid.data * o)
             continue
         if c is None:
             continue
@@ -306,7 +314,7 @@ def observations(point: Point) -> list[Observation] | str:
         mine = max(held / laid.data, 1.0)
         demand = step(laid, held, length)
         if metric in ("e2e_latency_s", "total_tok_s", "speed_in_plus_out_tok_s") or (metric == "output_tok_s_total" and "ttft_ms" not in point.figures and "QwenLM" in point.source):
-            add(metric, value, "batch", demand, prompt(laid, i, mine, chunk), output=o, requests=c / held,
+            add(metric, value, "batch", demand, prompt(laid, i, mine, chunk, pipelined=True), output=o, requests=c / held,
                 groups={"e2e_latency_s": 0.0, "output_tok_s_total": c * o}.get(metric, float(c * (i + o))))
         elif metric == "ttft_ms":
             if o == 1:

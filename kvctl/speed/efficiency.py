@@ -15,17 +15,17 @@ from typing import Any
 from kvctl.speed.roofline import Efficiency
 
 # Which effects a coefficient has: E engine, G engine and its age, F the GPU's family, C the card, K the kind of format, W the wire,
-# M mixtures of experts; pairs are joint effects.
+# M mixtures of experts, L latent attention; pairs are joint effects.
 EFFECTS: dict[str, tuple[str, ...]] = {
     "memory": ("E", "G", "F", "C", "K", "EK", "EF", "EM"),
     "prefill": ("E", "G", "F", "C", "K", "EK", "EF", "EM"),
     "decode": ("E", "F"),
-    "cache": ("E", "G", "F"),
+    "cache": ("E", "G", "F", "EL"),
     "attention": ("E", "G", "F"),
     "link": ("W", "E"),
     "exchange": ("W", "E", "G", "F"),
-    "layer": ("E", "G", "F", "C"),
-    "expert_layer": ("E", "G", "F"),
+    "layer": ("E", "G", "F", "C", "GL"),
+    "expert_layer": ("E", "G", "F", "EK"),
     "step": ("E", "G", "F"),
     "sequence": ("E", "G"),
     "half": ("E", "F"),

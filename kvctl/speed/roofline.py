@@ -145,7 +145,8 @@ def prompt(layout: Layout, tokens: float, count: float = 1.0, chunk: float = 819
     passes = math.ceil(total / chunk)
     in_pass = total / passes
     read = passes * ((work.dense * dense + work.head * head) / ranks + work.touched(in_pass) * work.expert * each / layout.spread)
-    multiplied = 2 * total * (work.dense / ranks + work.chosen * work.expert / layout.spread) + 2 * count * work.head / ranks
+    # Groups that share the experts compute prompts at the same time: each has its own ranks' part of the operations.
+    multiplied = 2 * total * (work.dense + work.chosen * work.expert) / ranks + 2 * count * work.head / ranks
     compared = cached = 0.0
     for group in work.attends:
         far = float(group.limit or 0) or tokens
