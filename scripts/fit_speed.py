@@ -194,6 +194,8 @@ def cross(data: Data, folds: int = 8, *, by: str = "group") -> Any:
 def load(path: str) -> Data:
     text = Path(path).read_text()
     records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    named = records[0].get("sources", {})
+    records = [{**record, "source": named.get(record["source"], record["source"])} for record in records if "sources" not in record]
     observed: list[sp.Observation] = []
     left: dict[str, int] = {}
     for record in records:
@@ -218,23 +220,74 @@ def summary(data: Data, found: Any, key: Any) -> None:
         print(f"{name!s:60} n {len(rows):4}  median {100 * np.median(np.abs(np.expm1(part))):5.1f}%  bias {100 * np.expm1(np.median(part)):6.1f}%  90% {100 * np.quantile(np.abs(np.expm1(part)), 0.9):6.1f}%")
 
 
+FIGURES = {"token": "tpot", "between": "tpot", "first": "ttft", "prompt": "prefill", "prompt ms": "prefill", "batch": "rate", "served": "rate",
+           "full": "rate"}  # fmt: skip
+"""Kinds of observation → kinds of figure that ranges are kept for."""
+SHARE, ENOUGH = 0.94, 30
+"""Share of residuals that a range is to hold (above nine of ten, for what is judged is other data), and how many make one of their own."""
+
+
+def spread(data: Data, found: Any) -> dict[str, Any]:
+    """Kind of figure → "all" or an engine and its age → logarithms that hold `SHARE` of what was measured over what was predicted."""
+    off = np.log(data.value / found)
+    out: dict[str, Any] = {}
+    for kind in sorted(set(FIGURES.values())):
+        rows: dict[str, list[float]] = {}
+        for o, value in zip(data.observed, off, strict=True):
+            if FIGURES[o.kind] == kind:
+                rows.setdefault("all", []).append(value)
+                rows.setdefault(o.facts["G"] or o.facts["E"], []).append(value)
+        out[kind] = {name: [round(float(np.quantile(part, q)), 3) for q in ((1 - SHARE) / 2, (1 + SHARE) / 2)]
+                     for name, part in sorted(rows.items()) if name == "all" or len(part) >= ENOUGH}  # fmt: skip
+    return out
+
+
+def widest(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """Ranges that are nowhere narrower than those of what is better known."""
+    return {kind: {name: [min(low, inner[kind].get(name, inner[kind]["all"])[0]), max(high, inner[kind].get(name, inner[kind]["all"])[1])]
+                   for name, (low, high) in rows.items()} for kind, rows in outer.items()}  # fmt: skip
+
+
+def measured(data: Data) -> dict[str, dict[str, int]]:
+    """Engine → card → figures."""
+    out: dict[str, dict[str, int]] = {}
+    for o in data.observed:
+        row = out.setdefault(o.facts["E"], {})
+        row[o.facts["C"]] = row.get(o.facts["C"], 0) + 1
+    return {engine: dict(sorted(row.items())) for engine, row in sorted(out.items())}
+
+
 def main() -> None:
-    data = load(sys.argv[1])
-    print(len(data.observed), "figures", sum(1 + len(v) for v in data.names.values()), "coefficients")
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("points")
+    parser.add_argument("--write", action="store_true", help="write kvctl/data/speed.json and docs' table of errors")
+    options = parser.parse_args()
+    data = load(options.points)
     table = fit(data)
-    found = price(data, table)
-    print("seen:")
-    summary(data, found, lambda o: "all")
-    summary(data, found, lambda o: (o.point.engine, o.point.generation, o.kind))
-    for name, row in table.items():
-        value = 1 / (1 + math.exp(-row["base"])) if name in SHARES else math.exp(row["base"])
-        print(name, f"{value:.4g}", {k: round(v, 2) for k, v in sorted(row["effects"].items(), key=lambda i: -abs(i[1]))[:8]})
-    if "--cross" in sys.argv:
-        unseen = cross(data)
-        print("unseen:")
-        summary(data, unseen, lambda o: "all")
-        summary(data, unseen, lambda o: (o.point.engine, o.point.generation, o.kind))
-        summary(data, unseen, lambda o: o.point.source[:50])
+    print(len(data.observed), "figures,", sum(1 + len(v) for v in data.names.values()), "coefficients")
+    unseen = cross(data)
+    print("of combinations of model, GPU and engine that a fit had not seen:")
+    for key in (lambda o: "all", lambda o: FIGURES[o.kind], lambda o: (o.facts["G"] or o.facts["E"], FIGURES[o.kind])):
+        summary(data, unseen, key)
+    by_card, by_engine = cross(data, by="gpu"), cross(data, by="engine")
+    print("of GPUs, and of engines, that a fit had not seen:")
+    summary(data, by_card, lambda o: "GPUs")
+    summary(data, by_engine, lambda o: "engines")
+    near = spread(data, unseen)
+    card = widest(spread(data, by_card), near)
+    far = {kind: {"all": rows["all"]} for kind, rows in spread(data, by_engine).items()}
+    far = {kind: {"all": [min(rows["all"][0], card[kind]["all"][0]), max(rows["all"][1], card[kind]["all"][1])]} for kind, rows in far.items()}
+    rounded = {name: {"base": round(row["base"], 4), "effects": {k: round(v, 4) for k, v in sorted(row["effects"].items()) if abs(v) >= 5e-4}}
+               for name, row in table.items()}  # fmt: skip
+    result = {"about": "written by scripts/fit_speed.py", "figures": len(data.observed), "measured": measured(data),
+              "coefficients": rounded, "spread": {"combination": near, "card": card, "engine": far}}  # fmt: skip
+    if options.write:
+        path = Path(__file__).resolve().parent.parent / "kvctl" / "data" / "speed.json"
+        path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    else:
+        print(json.dumps(result["spread"], indent=1))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from kvctl.model import build_spec
 from kvctl.record import Record
 from kvctl.sources import resolve
 from kvctl.spec import Formats, ModelSpec
+from kvctl.speed import CHUNKS, Setup, facts_of, layout_of
+from kvctl.speed.machine import family
 
 METRICS = ("decode_tok_s_request", "decode_tok_s_total", "prefill_tok_s", "total_tok_s", "e2e_latency_s", "output_tok_s_total",
            "speed_in_plus_out_tok_s", "ttft_ms", "tpot_ms", "itl_ms")  # fmt: skip
@@ -65,6 +67,8 @@ class Point(Record):
     input: int | None
     output: int | None
     concurrency: int | None
+    before: int
+    """Tokens of a prompt that are in the cache already."""
     saturated: bool
     figures: Any
     """Metric → value, as the record has them."""
@@ -106,7 +110,7 @@ def read(record: dict[str, Any]) -> Point | str:
         id=record["id"], source=re.split(r" row|@", record["source"])[0], engine=engine, generation=generation, gpu=card.name, weights=fmt,
         group=f"{record['model']}|{record['gpu']}|{record['engine']}", spec=found, card=card, gpus=count, tensor=tp, pipeline=pp, data=data,
         expert=ep > 1, fmt=fmt, kv=kv, input=record["input_len"], output=record["output_len"], concurrency=record["concurrency"],
-        saturated=record.get("load") == "saturated", figures=figures, trust=grade,
+        before=record.get("prefix_in_kv") or 0, saturated=record.get("load") == "saturated", figures=figures, trust=grade,
     )  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def weights(record: dict[str, Any], spec: ModelSpec) -> str | None:
 
 def engine_of(record: dict[str, Any]) -> tuple[str, str]:
     """kvctl's name of the engine, and "old" for those whose performance is of another age."""
-    name = {"TensorRT-LLM": "tensorrt-llm", "NIM (TensorRT-LLM)": "tensorrt-llm", "vLLM": "vllm", "SGLang": "sglang"}.get(record["engine"], record["engine"].lower())
+    name = {"ollama": "llama.cpp", "TensorRT-LLM": "tensorrt-llm", "NIM (TensorRT-LLM)": "tensorrt-llm", "vLLM": "vllm", "SGLang": "sglang"}.get(record["engine"], record["engine"].lower())
     version = str(record["engine_version"] or "")
     number = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(number[1]), int(number[2])) if number else None
@@ -210,8 +214,6 @@ def engine_of(record: dict[str, Any]) -> tuple[str, str]:
 
 # -- from a point to demands ------------------------------------------------------------------------------
 
-CHUNKS = {"llama.cpp": 512, "ollama": 512, "mlx-lm": 2048, "exllamav2": 2048}
-"""Tokens of a prompt that an engine computes at once; 8,192 where it is not here."""
 MOST = 2048
 """Requests in a batch, where memory would hold more."""
 
@@ -234,28 +236,11 @@ class Observation(Record):
     facts: Any
 
 
-def layout(point: Point) -> Any:
-    """The ranks of a point."""
-    from kvctl.speed.machine import NETWORK_GBS, family, format_of, peaks
-    from kvctl.speed.roofline import Layout
-    from kvctl.speed.work import work_of
-
-    fmt = format_of(point.fmt)
-    assert fmt is not None
-    best = peaks(point.card, fmt)
-    if best is None:
-        return None
-    work = work_of(point.spec, Formats(BF16, point.kv, point.kv))
-    large = family(point.card) == "blackwell" and point.gpus > 8
-    return Layout(work, fmt, best, point.tensor, point.pipeline, point.data, point.expert, 72 if large else 8, NETWORK_GBS * 1e9)
-
-
-def facts(point: Point, laid: Any) -> dict[str, str]:
-    """What its efficiencies depend on."""
-    from kvctl.speed.machine import family
-
-    return {"E": point.engine, "G": f"{point.engine}/{point.generation}" if point.generation else "", "F": family(point.card), "C": point.card.name,
-            "K": laid.fmt.kind + ("" if laid.peaks.native else " unpacked"), "W": laid.wire[1] if laid.tensor > 1 else "", "M": "experts" if laid.work.experts else "", "L": "latent" if any(g.step != g.pair for g in laid.work.attends) else ""}  # fmt: skip
+def setup(point: Point) -> Setup:
+    """The point as kvctl.speed takes it."""
+    large = family(point.card) == "blackwell" and point.gpus > 8  # racks whose GPUs are all joined by NVLink
+    return Setup(point.spec, point.engine, point.card, point.fmt, Formats(BF16, point.kv, point.kv), point.tensor, point.pipeline, point.data,
+                 point.expert, node=72 if large else 8, old=bool(point.generation))  # fmt: skip
 
 
 def capacity(point: Point, laid: Any, tokens: float) -> float:
@@ -274,11 +259,12 @@ def observations(point: Point) -> list[Observation] | str:
     """Its figures; or why there are none."""
     from kvctl.speed.roofline import prompt, step
 
-    laid = layout(point)
-    if laid is None:
-        return f"rates of {point.gpu}"
-    known = facts(point, laid)
-    chunk = CHUNKS.get(point.engine, 8192)
+    try:
+        laid = layout_of(setup(point))
+    except KvctlError as error:
+        return error.message
+    known = facts_of(setup(point), laid)
+    chunk = CHUNKS.get(known["E"], 8192)
     if point.engine == "llama.cpp" and "dgx-spark" in point.source:
         chunk = 2048
     i, o, c = point.input, point.output, point.concurrency
@@ -295,7 +281,7 @@ def observations(point: Point) -> list[Observation] | str:
             add(metric, value, "token", step(laid, batch, (i or 0) + (o or 32) / 2), prompt(laid, 1), requests=1 if metric.endswith("request") else batch)
             continue
         if metric == "prefill_tok_s":
-            add(metric, value, "prompt", step(laid, 1, 1), prompt(laid, i, c or 1, chunk, pipelined=True), requests=(c or 1) * i)
+            add(metric, value, "prompt", step(laid, 1, 1), prompt(laid, i, c or 1, chunk, before=point.before, pipelined=True), requests=(c or 1) * i)
             continue
         if i is None or o is None:
             continue

@@ -1,12 +1,22 @@
 """How fast a model runs on GPUs: a roofline for each phase, efficiencies fitted on published measurements, a queue on top.
 
-`prepare` takes what does not depend on the load, `at` gives figures for one load. Every figure is a range: `low` and `high`
-hold nine of ten measurements that were kept from the fit, `mid` is the likeliest.
+`prepare` takes what does not depend on the load, `Prepared.at` and `Prepared.coming` give figures for one load. Every figure is
+a range: `low` and `high` are meant to hold nine of ten measurements of combinations that the fit has not seen, `mid` is the likeliest.
 """
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING, Any
+
+from kvctl.errors import ConfigError
 from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from kvctl.hardware.device import GpuFacts
+    from kvctl.spec import Formats, ModelSpec
+    from kvctl.speed.calibrate import Calibration
+    from kvctl.speed.roofline import Efficiency, Layout
 
 
 class Range(Record):
@@ -15,6 +25,9 @@ class Range(Record):
     low: float
     mid: float
     high: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self._fields}
 
 
 class Speed(Record):
@@ -28,13 +41,248 @@ class Speed(Record):
     """Output tokens a second, of all requests of all replicas."""
     request_rate: Range
     """Requests a second, of all replicas."""
-    concurrency: int
+    concurrency: float
     """Requests in service at once that these figures are for, of all replicas."""
     prefill_bound: str
-    """What binds a prompt: compute, attention, memory, communication."""
+    """What binds a prompt: compute, attention, weights, communication, overhead."""
     decode_bound: str
     """What binds a step: weights, cache, compute, communication, overhead."""
     validated: str
-    """What the figures were compared with ("vllm on H100 SXM: 57 measurements, …"); empty is unvalidated."""
+    """What the figures were compared with ("57 figures of vllm on H100 SXM"); empty is unvalidated."""
     assumption: str
     """The assumption that these figures hang on most."""
+    sustained: bool = True
+    """Whether it keeps up with the requests that come, where they come at a rate."""
+
+
+class Setup(Record):
+    """A model, an engine and how it lies on GPUs."""
+
+    spec: ModelSpec
+    engine: str
+    card: GpuFacts
+    weights: str
+    """A name of kvctl.speed.machine.FORMATS."""
+    formats: Formats
+    """Of the cache."""
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    """Groups of ranks that attend for requests of their own."""
+    expert: bool = False
+    dealt: int = 1
+    """Tensor ranks over which a request's tokens are dealt out."""
+    replicas: int = 1
+    node: int = 8
+    """GPUs that a node joins by its own links."""
+    old: bool = False
+    """Whether the engine is of before 2025, as measurements may be."""
+    batched: int | None = None
+    """Tokens of prompts that the engine computes in one pass; None is its default."""
+
+
+CHUNKS = {"llama.cpp": 512, "mlx-lm": 2048, "exllamav2": 2048}
+"""Tokens of a prompt that an engine computes at once without being told; 8,192 where it is not here. llama.cpp: n_ubatch."""
+ALIKE = {"ollama": "llama.cpp"}
+"""Engines that run another one's server."""
+
+
+class Prepared(Record):
+    """A setup with all that no load changes."""
+
+    setup: Setup
+    layout: Layout
+    efficiency: Efficiency
+    facts: dict[str, str]
+    spread: dict[str, tuple[float, float]]
+    """Kind of figure → the logarithms that measurements lie below and above a prediction."""
+    calibration: Calibration | None
+
+    def seconds(self, prompt: int, answer: int, held: float) -> tuple[float, float]:
+        """Seconds to the first token and between tokens, with `held` requests in service on one replica."""
+        from kvctl.speed.load import served
+        from kvctl.speed.roofline import prompt as prompted
+        from kvctl.speed.roofline import step
+
+        chunk = self.chunk
+        demand = step(self.layout, held, prompt + answer / 2)
+        own = prompted(self.layout, prompt, 1, chunk, pipelined=True)
+        others = max(held / self.setup.data - 1, 0.0)
+        first, between = served(demand, own, self.efficiency, others, answer)
+        if self.calibration is not None:
+            first, between = first * self.calibration.ttft, between * self.calibration.tpot
+        return float(first), float(between)
+
+    @property
+    def chunk(self) -> int:
+        return self.setup.batched or CHUNKS.get(ALIKE.get(self.setup.engine, self.setup.engine), 8192)
+
+    def at(self, prompt: int, answer: int, asked: float, held: float | None = None) -> Speed:
+        """Figures with `asked` requests held at once over all replicas, of which `held` are in service and the others wait."""
+        inside = min(asked, held) if held is not None else asked
+        first, between = self.seconds(prompt, answer, max(inside / self.setup.replicas, 1.0))
+        service = first + max(answer - 1, 0) * between
+        # Those that memory does not hold wait until others end.
+        first += (asked / inside - 1) * service
+        return self._speed(prompt, answer, inside, first, between, inside / service)
+
+    def coming(self, prompt: int, answer: int, rate: float, held: float) -> Speed:
+        """Figures with `rate` requests a second, of which at most `held` are in service.
+
+        Requests in service follow from how long each is (Little's law). The wait for a place is Sakasegawa's approximation of the
+        M/M/c queue (1977): load^(sqrt(2(c+1)) - 1) / (c (1 - load)) times the time in service.
+        """
+        replicas = self.setup.replicas
+
+        def throughput(inside: float) -> float:
+            first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
+            return inside / (first + max(answer - 1, 0) * between)
+
+        most = max(throughput(step) for step in _steps(held))
+        low, high = 1e-3, held
+        for _ in range(40):
+            inside = (low + high) / 2
+            low, high = (inside, high) if throughput(inside) < rate else (low, inside)
+        inside = high
+        first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
+        service = first + max(answer - 1, 0) * between
+        load, places = rate / most, max(held / replicas, 1.0)
+        if load < 1:
+            first += load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load)) * service
+        else:
+            first = math.inf
+        return self._speed(prompt, answer, inside, first, between, min(rate, most)).replace(sustained=load < 1)
+
+    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float, rate: float) -> Speed:
+        best_first, best_between = self.best(prompt, answer, inside)
+        ttft = self._range("ttft", first, least=best_first)
+        tpot = self._range("tpot", between, least=best_between)
+        requests = self._range("rate", rate)
+        bounds = self.bounds(prompt, answer, inside)
+        return Speed(
+            ttft=ttft, tpot=tpot, output_rate=Range(*(answer * value for value in (requests.low, requests.mid, requests.high))),
+            request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(),
+            assumption=self.assumption(prompt),
+        )  # fmt: skip
+
+    def best(self, prompt: int, answer: int, inside: float) -> tuple[float, float]:
+        """Seconds to the first token and between tokens that the hardware cannot go below."""
+        from kvctl.speed.roofline import prompt as prompted
+        from kvctl.speed.roofline import step
+
+        own = prompted(self.layout, prompt, 1, self.chunk, pipelined=True)
+        token = step(self.layout, max(inside / self.setup.replicas, 1.0), prompt)
+        return (
+            max(own.operations + own.attention, own.weights),
+            max(token.weights + token.cache, token.operations + token.attention),
+        )
+
+    def _range(self, kind: str, value: float, least: float = 0.0) -> Range:
+        low, high = self.spread[kind]
+        if self.calibration is not None:
+            low, high = self.calibration.spread(kind, low, high)
+        return Range(max(value * math.exp(low), least), max(value, least), max(value * math.exp(high), least))
+
+    def bounds(self, prompt: int, answer: int, inside: float) -> tuple[str, str]:
+        """What takes most of a prompt's time, and of a step's."""
+        from kvctl.speed.roofline import prompt as prompted
+        from kvctl.speed.roofline import step
+
+        e = self.efficiency
+        own = prompted(self.layout, prompt, 1, self.chunk, pipelined=True)
+        token = step(self.layout, max(inside / self.setup.replicas, 1.0), prompt + answer / 2)
+        talk = (own.wire / e.link + own.exchanges * e.exchange, token.wire / e.link + token.exchanges * e.exchange)
+        return (
+            _largest({"compute": own.operations / e.prefill * (1 + e.half / own.tokens), "weights": own.weights / e.memory,
+                      "attention": own.attention / e.attention, "communication": talk[0], "overhead": _overhead(own, e)}),
+            _largest({"weights": token.weights / e.memory, "compute": token.operations / (e.prefill * e.decode),
+                      "cache": token.cache / e.cache + token.attention / e.attention, "communication": talk[1],
+                      "overhead": _overhead(token, e)}),
+        )  # fmt: skip
+
+    def validated(self) -> str:
+        """How many published figures of this engine on this card there are, in words; empty where there are none."""
+        from kvctl.speed.efficiency import fitted
+
+        if self.calibration is not None:
+            return self.calibration.words
+        engine = ALIKE.get(self.setup.engine, self.setup.engine)
+        count = fitted()["measured"].get(engine, {}).get(self.setup.card.name, 0)
+        return f"{count} published figures of {engine} on {self.setup.card.name}" if count else ""
+
+    def assumption(self, prompt: int) -> str:
+        """What the figures hang on most."""
+        setup, layout = self.setup, self.layout
+        if not self.validated():
+            return f"{setup.engine} reaches as much of {setup.card.name} as it does of its like: nobody published that"
+        if layout.tensor > layout.node or (layout.data > 1 and layout.spread > layout.node):
+            return f"the network between nodes carries {layout.network / 1e9:g} GB/s of each GPU"
+        if layout.work.experts:
+            return "tokens choose experts evenly"
+        if layout.work.estimated:
+            return "parameters are the published total, not counted from the architecture"
+        return f"prompts have {prompt:,} tokens and none is found in a cache" if prompt > 1 else "requests do not wait for prompts"
+
+
+def _overhead(demand: Any, e: Any) -> float:
+    return float(demand.layers * e.layer + demand.expert_layers * e.expert_layer + demand.passes * e.step + demand.sequences * e.sequence)
+
+
+def _largest(parts: dict[str, Any]) -> str:
+    return max(parts, key=lambda name: float(parts[name]))
+
+
+def _steps(held: float) -> list[float]:
+    """Numbers of requests from one to `held`, about half as many again each."""
+    steps, value = [held], held / 1.5
+    while value > 1:
+        steps.append(value)
+        value /= 1.5
+    return steps
+
+
+def facts_of(setup: Setup, layout: Layout) -> dict[str, str]:
+    """What its efficiencies depend on, by the letters of `kvctl.speed.efficiency.EFFECTS`."""
+    from kvctl.speed.machine import family
+
+    engine = ALIKE.get(setup.engine, setup.engine)
+    return {
+        "E": engine, "G": f"{engine}/old" if setup.old else "", "F": family(setup.card), "C": setup.card.name,
+        "K": layout.fmt.kind + ("" if layout.peaks.native else " unpacked"), "W": layout.wire[1] if layout.tensor > 1 else "",
+        "M": "experts" if layout.work.experts else "", "L": "latent" if any(one.step != one.pair for one in layout.work.attends) else "",
+    }  # fmt: skip
+
+
+def layout_of(setup: Setup) -> Layout:
+    """The ranks of a setup.
+
+    Raises:
+        ConfigError: rates of the card, the format's kernels or the model's parameters are not known.
+
+    """
+    from kvctl.speed.machine import NETWORK_GBS, format_of, peaks
+    from kvctl.speed.roofline import Layout
+    from kvctl.speed.work import work_of
+
+    fmt = format_of(setup.weights)
+    if fmt is None:
+        raise ConfigError(f"how fast weights in {setup.weights} are multiplied is not known")
+    best = peaks(setup.card, fmt)
+    if best is None:
+        raise ConfigError(f"bandwidth or rate of {setup.card.name} is not known, and so no speed of it is")
+    work = work_of(setup.spec, setup.formats)
+    return Layout(work, fmt, best, setup.tensor, setup.pipeline, setup.data, setup.expert, setup.node, NETWORK_GBS * 1e9, setup.dealt)
+
+
+def prepare(setup: Setup, calibration: Calibration | None = None) -> Prepared:
+    """What does not depend on a load.
+
+    Raises:
+        ConfigError: as `layout_of`.
+
+    """
+    from kvctl.speed.efficiency import efficiency, spreads
+
+    layout = layout_of(setup)
+    facts = facts_of(setup, layout)
+    return Prepared(setup, layout, efficiency(facts), facts, spreads(facts), calibration)

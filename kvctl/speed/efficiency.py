@@ -68,3 +68,18 @@ def efficiency(facts: dict[str, str], table: dict[str, Any] | None = None) -> Ef
         z = row["base"] + sum(row["effects"].get(effect, 0.0) for effect in effects(name, facts))
         values[name] = 1 / (1 + math.exp(-z)) if name in SHARES else math.exp(z)
     return Efficiency(**values)
+
+
+def spreads(facts: dict[str, str], table: dict[str, Any] | None = None) -> dict[str, tuple[float, float]]:
+    """Kind of figure (ttft, tpot, rate, prefill) → logarithms that a measurement lies below and above its prediction, nine times of ten.
+
+    Those of combinations that a fit had not seen; wider where no measurement of the engine on the card, or none of the engine, was in it.
+    """
+    data = fitted() if table is None else table
+    measured = data["measured"].get(facts["E"], {})
+    known = "combination" if facts["C"] in measured else "card" if measured else "engine"
+    found = {}
+    for kind, row in data["spread"][known].items():
+        own = row.get(facts["G"] or facts["E"], row["all"])
+        found[kind] = (own[0], own[1])
+    return found

@@ -137,8 +137,13 @@ def step(layout: Layout, batch: float, length: float) -> Demand:
     )  # fmt: skip
 
 
-def prompt(layout: Layout, tokens: float, count: float = 1.0, chunk: float = 8192.0, *, pipelined: bool = False) -> Demand:
-    """Computing `count` prompts of `tokens`, in passes of at most `chunk` tokens, on one group of ranks."""
+def prompt(
+    layout: Layout, tokens: float, count: float = 1.0, chunk: float = 8192.0, *, before: float = 0.0, pipelined: bool = False
+) -> Demand:
+    """Computing `count` prompts of `tokens`, in passes of at most `chunk` tokens, on one group of ranks.
+
+    `before`: tokens of each that are in the cache already; `pipelined`: whether stages work on passes of their own.
+    """
     work, peaks, ranks = layout.work, layout.peaks, layout.tensor
     dense, each, head = layout.bytes_of
     total = max(tokens * count, 1.0)
@@ -149,10 +154,10 @@ def prompt(layout: Layout, tokens: float, count: float = 1.0, chunk: float = 819
     multiplied = 2 * total * (work.dense + work.chosen * work.expert) / ranks + 2 * count * work.head / ranks
     compared = cached = 0.0
     for group in work.attends:
-        far = float(group.limit or 0) or tokens
-        pairs = tokens * tokens / 2 if far >= tokens else far * far / 2 + (tokens - far) * far
+        far = float(group.limit or 0) or before + tokens
+        pairs = _pairs(before + tokens, far) - _pairs(before, far)
         compared += count * group.layers * group.pair * pairs / ranks
-        cached += passes * group.layers * group.row * min(tokens, far) / min(ranks, group.heads)
+        cached += passes * group.layers * group.row * min(before + tokens, far) / min(ranks, group.heads)
     wire, exchanges = _wire(layout, in_pass)
     overlap = 1.0
     if layout.pipeline > 1 and pipelined and passes > 1:
@@ -165,6 +170,11 @@ def prompt(layout: Layout, tokens: float, count: float = 1.0, chunk: float = 819
         return found
     shared = ("weights", "operations", "cache", "attention", "wire", "exchanges", "layers", "expert_layers")
     return found.replace(**{name: getattr(found, name) / overlap for name in shared})
+
+
+def _pairs(tokens: float, far: float) -> float:
+    """Pairs of a token and one that it looks back at, in a text of so many tokens, each as far back as `far`."""
+    return tokens * tokens / 2 if far >= tokens else far * far / 2 + (tokens - far) * far
 
 
 def _wire(layout: Layout, tokens: float) -> tuple[float, float]:
