@@ -48,8 +48,8 @@ class Record:
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._fields)})"
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self._fields)
+        return tuple(map(self.__dict__.__getitem__, self._fields))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
-        return type(self)(**{name: getattr(self, name) for name in self._fields} | changes)
+        return type(self)(**dict(zip(self._fields, self._values(), strict=True)) | changes)

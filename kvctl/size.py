@@ -80,6 +80,10 @@ def needs_tensors(plan: SizePlan) -> bool:
 def _split(plan: SizePlan) -> tuple[int, int, bool, int, tuple[int, ...]]:
     """Tensor and pipeline parallelism, whether experts are spread, data parallelism, and layers of the stages."""
     serving = plan.serving
+    tensor, data = serving.tensor_parallel or 1, serving.data_parallel or 1
+    if plan.engine.splits and serving.attention_dp and tensor > 1 and data in (1, tensor) and plan.hardware is not None:
+        # Every rank attends for requests of its own with all heads; experts are spread over them all the same.
+        return 1, serving.pipeline_parallel or 1, True, tensor, serving.stage_layers or ()
     if not plan.engine.splits or (plan.engine.name != "vllm" and plan.hardware is None):
         return 1, 1, False, 1, ()  # how others cut weights is not known; beside hardware that is said
     return (

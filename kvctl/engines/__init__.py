@@ -109,6 +109,8 @@ class Engine(Record):
     """Where requests are slots: whether one length is for all of them ("shared") or for each ("own")."""
     rows: bool = False
     """Whether the sequences of a batch are rows of one tensor, each beam one of them."""
+    beside: bool = False
+    """Whether it reserves some of the cache beside its pool, whatever the workload."""
 
     @property
     def plans(self) -> bool:
@@ -203,6 +205,7 @@ TENSORRT_LLM = Engine(
     summary="the blocks that TensorRT-LLM (PyTorch) allocates, as its start-up log prints them",
     module=".tensorrt_llm",
     splits=True,
+    beside=True,
     follows_checkpoint=True,
     smaller_cache="fp8",
 )
