@@ -164,25 +164,29 @@ class Search:
         self, engine: Engine, checkpoint: Checkpoint, split: Split, name: str, enough: set[tuple[str, int]]
     ) -> Iterator[Candidate]:
         """Batches and replicas, most of these first: each then has least to do."""
+        asked, first = self.ask.concurrency, True
         for count in reversed(space.replicas(split, self.ask)):
             if engine.slots and (name, count) in enough:
                 continue  # fewer GPUs hold all
-            requests = None if self.ask.concurrency is None else -(-self.ask.concurrency // count)
-            if requests is not None and count > 1 and -(-self.ask.concurrency // requests) < count:  # type: ignore[operator]
+            requests = MOST_BATCHED if asked is None else -(-asked // count)
+            if asked is not None and -(-asked // requests) < count:
                 continue  # fewer replicas have as much to do
-            started = False
-            for batch in space.batches(engine, self.ask, requests or MOST_BATCHED):
+            found = []
+            for batch in space.batches(engine, self.ask, requests):
                 self.tried += 1
-                found = self.fit(engine, checkpoint, split, name, batch, count)
-                if isinstance(found, Rejection):
-                    self._reject(found.kind, engine, checkpoint.weights, name, split.ranks, found.why)
-                    continue
-                started = True
-                if not found.queues:
-                    enough.add((name, count))
-                yield found
-            if not started:
-                return  # fewer replicas would have more to hold
+                one = self.fit(engine, checkpoint, split, name, batch, count)
+                if isinstance(one, Rejection):
+                    self._reject(one.kind, engine, checkpoint.weights, name, split.ranks, one.why)
+                else:
+                    found.append(one)
+            if all(one.queues for one in found):
+                # Fewer replicas hold less. Where not even the most hold all, these are what there is.
+                if first:
+                    yield from found
+                return
+            first = False
+            enough.add((name, count))
+            yield from found
 
     def fit(
         self, engine: Engine, checkpoint: Checkpoint, split: Split, kv_dtype: str, batch: int | None, replicas: int
@@ -370,7 +374,10 @@ class _Try:
         """llama.cpp and Ollama: a slot of the longest length for each request."""
         wanted = min(asked or MOST_SLOTS, MOST_SLOTS)
         first: Load | None = None
+        most = wanted
         for count in dict.fromkeys((wanted, *(number for number in _SLOTS if number < wanted))):
+            if count > most:
+                continue
             serving = Serving(device="gpu" if self.split.gpus else "cpu", slots=count, unified=False, flash_attention=True)
             total = self.ask.context if self.engine.slots == "own" else count * self.length
             room = self.room(serving, total)
@@ -380,6 +387,8 @@ class _Try:
                 return self._candidate(load, serving, count, count, count, replicas)
             if load.budget <= 0:
                 break
+            # Slots take equal parts of the cache, and a few more bytes beside it: so many can fit at most.
+            most = min(most, count * load.budget // max(load.allocation.reserved_bytes if load.allocation else 1, 1))
         assert first is not None
         rank = load.ranks[load.bottleneck]
         kind = "weights" if rank.weights >= rank.free or load.budget <= 0 else "cache"

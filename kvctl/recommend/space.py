@@ -15,6 +15,7 @@ The space is exhaustive but for what is never better than something that stays. 
 - Of formats of weights with the same bits and kernels one stays, published before converted before made: 8-bit floats; 4-bit
   weights that are unpacked on the way. 8-bit integers only where tensor cores have no 8-bit floats, for bytes and rate are
   equal and they lose more; 4-bit floats that have to be made only where tensor cores compute in them.
+- Replicas that hold fewer requests at once than are asked for, where more of them, on GPUs that are there, hold all.
 - `max_sequences` is what is asked of a replica: more takes memory for requests that do not come, fewer lets them wait.
 - llama.cpp runs layers one after another on several GPUs: as few as hold what is asked, for more hold the same and are no
   faster.

@@ -64,7 +64,8 @@ def plan(
         usable = num_blocks - rules.spare_block
         if laid.packed:
             usable = packed.blocks_usable(laid.groups, laid.of_stage, num_blocks, budget, rules)
-        fits = longest(laid.groups, laid.settings, usable, context)
+        short = serving.fit_length or usable < laid.request
+        fits = longest(laid.groups, laid.settings, usable, context) if short else context
         if serving.fit_length and 0 < fits < context:
             reasons.append(f"a length of {fits:,} is the longest that fits; the model's own is {context:,}")
             laid = laid.replace(context=fits)
