@@ -9,6 +9,7 @@ from kvctl.allocation import MOST_SLOTS, Allocation, Serving
 from kvctl.engines import IDEAL, Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, WeightsInfo
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
@@ -111,7 +112,7 @@ class Question(Record):
 def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     """What of an answer does not depend on the context."""
     if plan.hardware is not None:
-        spec = _completed(spec)
+        spec = completed(spec)
     if plan.what_if is not None:
         from kvctl.structure import restructured
 
@@ -189,7 +190,8 @@ def _with_technique(spec: ModelSpec, plan: SizePlan, technique: Technique) -> Mo
     return spec if technique.plain else applied(spec, technique, engine.name)
 
 
-def _completed(spec: ModelSpec) -> ModelSpec:
+@kept
+def completed(spec: ModelSpec) -> ModelSpec:
     """The model with a width that its configuration lacks, where the published number of parameters tells it."""
     if spec.whole or spec.weights is None or spec.weights.parameters is None:
         return spec

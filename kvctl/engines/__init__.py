@@ -8,6 +8,7 @@ First is the default.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kvctl.errors import UsageError
@@ -16,8 +17,18 @@ from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from kvctl.allocation import Allocation, Part, Place, Serving, Shortage
     from kvctl.spec import Formats, ModelSpec
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    """A module of this package, loaded when first asked for."""
+    from importlib import import_module
+
+    return import_module(name, __name__)
 
 
 class Planner(Protocol):
@@ -120,17 +131,13 @@ class Engine(Record):
     @property
     def planner(self) -> Planner:
         """The module with its rules, loaded when first asked for."""
-        from importlib import import_module
-
-        return cast("Planner", import_module(self.module, __name__))
+        return cast("Planner", _module(self.module))
 
     @property
     def memory(self) -> Memory:
         """The module that says what it takes on a GPU beside weights and cache, loaded when first asked for."""
-        from importlib import import_module
-
         own = {"": ".usual", ".ollama": ".ollama_memory"}.get(self.module, f"{self.module}.memory")
-        return cast("Memory", import_module(own, __name__))
+        return cast("Memory", _module(own))
 
     def by_request(self, serving: Serving) -> bool:
         """Whether it reserves for requests: beams are none, and positions of media are part of their length."""

@@ -18,8 +18,8 @@ from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.formats import DType
 from kvctl.quantization import scheme, usual_storage
-from kvctl.record import Record
 from kvctl.recommend.takes import GGUF
+from kvctl.record import Record
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
 
@@ -108,7 +108,9 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     if not spec.overrides:
         out += published(spec)
     if plain:
-        out.append(Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads: --quantization fp8", sized="fp8"))
+        out.append(
+            Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads: --quantization fp8", sized="fp8")
+        )
     there = {one.weights for one in out}
     there |= {"awq"} if there & {"w4a16", "gptq"} else set()
     if plain:

@@ -14,21 +14,19 @@ from kvctl.engines import Engine
 from kvctl.errors import KvctlError
 from kvctl.formats import BF16, FP32, CacheFormat, DType
 from kvctl.ranks import Hardware
-from kvctl.record import Record
 from kvctl.recommend import space, takes
 from kvctl.recommend.checkpoints import Checkpoint, checkpoints, gguf_types
 from kvctl.recommend.deployment import Deployment
 from kvctl.recommend.request import Ask
 from kvctl.recommend.space import Split
+from kvctl.record import Record
 from kvctl.room import Load, Room
-from kvctl.size import SizePlan, prepare
+from kvctl.size import SizePlan, completed, prepare
 from kvctl.units import format_bytes, plural
 
 MOST_BATCHED = 256
 """Requests of one server where a rate is asked for, and nobody says how many come at once: what engines take on GPUs of
 less than 70 GiB without being told, and more than most caches hold."""
-_SLOTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-"""Numbers of llama.cpp's slots that are tried where not all that are asked for fit."""
 
 
 class Stack(Record):
@@ -55,6 +53,7 @@ class Candidate(Record):
 
     deployment: Deployment
     checkpoint: Checkpoint
+    split: Split
     stack: Stack
     capacity: int | None
     """Tokens of all replicas' pools; None where an engine allocates for the workload."""
@@ -106,15 +105,20 @@ class Search:
     """One request's space, walked."""
 
     def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+        # Once, so that what is kept of the model is found again.
+        self.ask = ask = ask.replace(spec=completed(ask.spec))
         dtype = ask.spec.dtype
         self.dtype = BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype
         self.rejected: dict[tuple[str, str, str], Rejection] = {}
         self.tried = 0
 
     def run(self) -> Found:
-        found = [candidate for engine in self.ask.engines for candidate in self._of_engine(engine)]
-        return Found(tuple(found), tuple(self.rejected.values()), self.tried)
+        return Found(tuple(self.walk()), tuple(self.rejected.values()), self.tried)
+
+    def walk(self) -> Iterator[Candidate]:
+        """Candidates one after another, as they are found."""
+        for engine in self.ask.engines:
+            yield from self._of_engine(engine)
 
     def _of_engine(self, engine: Engine) -> Iterator[Candidate]:
         ask = self.ask
@@ -155,9 +159,7 @@ class Search:
             return None
         from kvctl.weigh import weigh
 
-        info = weigh(
-            self.ask.spec, (1, 1, False, 1, ()), self.dtype, checkpoint.sized, [], by_rank=True, assume=True
-        )
+        info = weigh(self.ask.spec, (1, 1, False, 1, ()), self.dtype, checkpoint.sized, [], by_rank=True, assume=True)
         return info.per_rank[0] if info is not None and info.per_rank is not None else None
 
     def _of_cache(
@@ -187,6 +189,14 @@ class Search:
             first = False
             enough.add((name, count))
             yield from found
+
+    def again(self, candidate: Candidate) -> Candidate | Rejection:
+        """A candidate of another request as this one's: the same way to serve, with limits of its own."""
+        deployment = candidate.deployment
+        batch = deployment.serving.max_batched
+        return self.fit(
+            deployment.engine, candidate.checkpoint, candidate.split, deployment.kv_dtype, batch, deployment.replicas
+        )
 
     def fit(
         self, engine: Engine, checkpoint: Checkpoint, split: Split, kv_dtype: str, batch: int | None, replicas: int
@@ -328,7 +338,12 @@ class _Try:
     def _told(self, room: Room, load: Load) -> Serving:
         """The options, with the bytes of the cache where the engine takes them: whole blocks, of the poorest rank."""
         serving, allocation = room.laid.serving, load.allocation
-        if self.engine.name != "vllm" or allocation is None or not allocation.bytes_per_block or allocation.num_blocks is None:
+        if (
+            self.engine.name != "vllm"
+            or allocation is None
+            or not allocation.bytes_per_block
+            or allocation.num_blocks is None
+        ):
             return serving
         if self.split.pipeline > 1:
             return serving  # stages have blocks of several sizes: one number of bytes would not fill them all
@@ -374,11 +389,11 @@ class _Try:
         """llama.cpp and Ollama: a slot of the longest length for each request."""
         wanted = min(asked or MOST_SLOTS, MOST_SLOTS)
         first: Load | None = None
-        most = wanted
-        for count in dict.fromkeys((wanted, *(number for number in _SLOTS if number < wanted))):
-            if count > most:
-                continue
-            serving = Serving(device="gpu" if self.split.gpus else "cpu", slots=count, unified=False, flash_attention=True)
+        count = wanted
+        while count:
+            serving = Serving(
+                device="gpu" if self.split.gpus else "cpu", slots=count, unified=False, flash_attention=True
+            )
             total = self.ask.context if self.engine.slots == "own" else count * self.length
             room = self.room(serving, total)
             load = room.load(total, 1)
@@ -387,8 +402,9 @@ class _Try:
                 return self._candidate(load, serving, count, count, count, replicas)
             if load.budget <= 0:
                 break
-            # Slots take equal parts of the cache, and a few more bytes beside it: so many can fit at most.
-            most = min(most, count * load.budget // max(load.allocation.reserved_bytes if load.allocation else 1, 1))
+            # Slots take equal parts of the cache, and a few bytes more beside it: so many can fit at most.
+            taken = load.allocation.reserved_bytes if load.allocation is not None else 0
+            count = min(count - 1, count * load.budget // max(taken, 1))
         assert first is not None
         rank = load.ranks[load.bottleneck]
         kind = "weights" if rank.weights >= rank.free or load.budget <= 0 else "cache"
@@ -401,9 +417,7 @@ class _Try:
 
     # -- what comes out ---------------------------------------------------------------------
 
-    def _candidate(
-        self, load: Load, serving: Serving, limit: int, held: int, usual: int, replicas: int
-    ) -> Candidate:
+    def _candidate(self, load: Load, serving: Serving, limit: int, held: int, usual: int, replicas: int) -> Candidate:
         ask, split, rank = self.ask, self.split, load.ranks[load.bottleneck]
         asked = ask.concurrency
         how = takes.weights(self.engine, ask.device, self.checkpoint.weights)
@@ -432,6 +446,7 @@ class _Try:
         return Candidate(
             deployment=deployment,
             checkpoint=self.checkpoint,
+            split=split,
             stack=stack,
             capacity=capacity,
             at_once=min(held * replicas, asked) if asked is not None else held * replicas,

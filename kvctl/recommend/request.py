@@ -113,7 +113,9 @@ def _hardware(devices: Sequence[Device], nodes: int) -> tuple[Device, int]:
     if not devices:
         raise UsageError("no GPU to run on", hint="--gpu H100, 8xH200, local or cpu")
     if len(devices) > MOST_GPUS:
-        raise UsageError(f"{plural(len(devices), 'GPU')} in one node", hint=f"at most {MOST_GPUS}, and --nodes for more")
+        raise UsageError(
+            f"{plural(len(devices), 'GPU')} in one node", hint=f"at most {MOST_GPUS}, and --nodes for more"
+        )
     if not 1 <= nodes <= MOST_NODES:
         raise UsageError(f"--nodes {nodes} is out of range", hint=f"from 1 to {MOST_NODES}")
     kinds = dict.fromkeys((device.name, device.cuda_bytes) for device in devices)
@@ -153,7 +155,9 @@ def _lengths(
         if context < 2:
             raise UsageError("a request of one token has no answer", hint="--ctx 2 or more")
         answer = max(1, context // 8)
-        notes.append(f"requests are as long as can be, an eighth of it the answer: {context - answer:,} and {answer:,} tokens")
+        notes.append(
+            f"requests are as long as can be, an eighth of it the answer: {context - answer:,} and {answer:,} tokens"
+        )
     answer = context - prompt if answer is None and prompt is not None else answer
     assert answer is not None
     return context, context - answer if prompt is None else prompt, answer
@@ -169,7 +173,9 @@ def _engines(engines: Sequence[Engine], device: Device) -> tuple[Engine, ...]:
     known = SERVERS + _OTHERS
     for engine in engines:
         if engine.name not in known:
-            raise UsageError(f"--engine {engine.name} is no server that is recommended", hint="one of any, " + ", ".join(known))
+            raise UsageError(
+                f"--engine {engine.name} is no server that is recommended", hint="one of any, " + ", ".join(known)
+            )
     if engines:
         return tuple(dict.fromkeys(engines))
     by_name = {engine.name: engine for engine in ENGINES}

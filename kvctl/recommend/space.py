@@ -29,10 +29,10 @@ from collections.abc import Iterator
 
 from kvctl.engines import Engine
 from kvctl.hardware import Device
-from kvctl.record import Record
 from kvctl.recommend import takes
 from kvctl.recommend.checkpoints import Checkpoint
 from kvctl.recommend.request import Ask
+from kvctl.record import Record
 from kvctl.spec import Attention, LatentAttention, ModelSpec
 
 BATCHES = (2048, 8192)
@@ -195,4 +195,3 @@ def batches(engine: Engine, ask: Ask, requests: int) -> tuple[int | None, ...]:
     if engine.name == "tensorrt-llm":
         return (BATCHES[-1],)  # max_num_tokens, its own default
     return tuple(size for size in BATCHES if size >= requests) or (requests,)
-

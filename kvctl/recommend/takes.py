@@ -120,7 +120,11 @@ def weights(engine: Engine, device: Device, name: str) -> Takes | None:
         facts = device.facts
         rate = {"fp8": facts.fp8_tflops, "mxfp4": facts.fp4_tflops} if facts is not None else {}
         eight = name.startswith("fp8") and rate.get("fp8")
-        return found if name in ("bf16", "fp16", "awq", "gptq") or eight or (name == "mxfp4" and rate.get("mxfp4")) else None
+        return (
+            found
+            if name in ("bf16", "fp16", "awq", "gptq") or eight or (name == "mxfp4" and rate.get("mxfp4"))
+            else None
+        )
     has = capability(device)
     return found if has is None or has >= found.least else None
 

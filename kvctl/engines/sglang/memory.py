@@ -12,6 +12,7 @@ activations and CUDA graphs, whose real size is never measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from kvctl.allocation import Part, Serving, Shortage
@@ -138,6 +139,7 @@ def _vision(spec: ModelSpec) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
+@lru_cache(maxsize=64)
 def _release(version: str | None) -> tuple[int, ...]:
     """Three numbers of a version whose rules are known."""
     rules_for(version)
