@@ -165,11 +165,16 @@ class Search:
     def _of_cache(
         self, engine: Engine, checkpoint: Checkpoint, split: Split, name: str, enough: set[tuple[str, int]]
     ) -> Iterator[Candidate]:
-        """Batches and replicas, most of these first: each then has least to do."""
+        """Batches and replicas, most of these first: each then has least to do.
+
+        `enough`: formats of the cache and numbers of replicas (0: any) with which fewer GPUs hold all.
+        """
         asked, first = self.ask.concurrency, True
+        if (name, 0) in enough and space.staged(split, self.ask):
+            return
         for count in reversed(space.replicas(split, self.ask)):
             if engine.slots and (name, count) in enough:
-                continue  # fewer GPUs hold all
+                continue
             requests = MOST_BATCHED if asked is None else -(-asked // count)
             if asked is not None and -(-asked // requests) < count:
                 continue  # fewer replicas have as much to do
@@ -187,7 +192,7 @@ class Search:
                     yield from found
                 return
             first = False
-            enough.add((name, count))
+            enough |= {(name, count), (name, 0)}
             yield from found
 
     def again(self, candidate: Candidate) -> Candidate | Rejection:

@@ -7,6 +7,7 @@ The space is exhaustive but for what is never better than something that stays. 
   than stages over the same GPUs, which exchange once a stage and hold as much.
 - Within a node that has links, stages are used only where tensor parallelism cannot use the GPUs: equal memory, and a token
   passes all stages one after another. Where GPUs have no link (or it is not known), both stay.
+- Such stages, and servers over several nodes, only where fewer GPUs do not hold all: they add memory, and no speed.
 - Expert parallelism comes with data parallelism: with tensor parallelism alone both hold and read the same bytes, and whole
   experts are loaded unevenly.
 - Attention on ranks of their own, and tokens dealt out over ranks, only where ranks would otherwise hold the same keys
@@ -68,6 +69,11 @@ def splits(engine: Engine, ask: Ask) -> Iterator[Split]:
         return
     found = [*_within(engine, ask), *_over_nodes(engine, ask)]
     yield from sorted(dict.fromkeys(found), key=lambda one: (one.ranks, one.nodes, one.pipeline, one.data, one.dealt))
+
+
+def staged(split: Split, ask: Ask) -> bool:
+    """Whether a split only adds memory to what fewer GPUs do: stages for what tensor parallelism leaves over, or over nodes."""
+    return split.nodes > 1 or (split.pipeline > 1 and linked(ask.device))
 
 
 def replicas(split: Split, ask: Ask) -> range:
