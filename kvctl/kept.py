@@ -26,7 +26,7 @@ def kept(function: Callable[Concatenate[ModelSpec, P], R]) -> Callable[Concatena
     found: dict[object, tuple[ModelSpec, R | KvctlError]] = {}
 
     @wraps(function)
-    def ask(spec: ModelSpec, *args: P.args, **kwargs: P.kwargs) -> R:
+    def ask(spec: ModelSpec, /, *args: P.args, **kwargs: P.kwargs) -> R:
         key = (id(spec), args, *kwargs.items()) if kwargs else (id(spec), args)
         try:
             entry = found.get(key)

@@ -95,6 +95,11 @@ class Found(Record):
     """One for each engine, format of weights and kind of reason: the one on most GPUs, with how many it stands for."""
     tried: int
 
+    @property
+    def holding(self) -> tuple[Candidate, ...]:
+        """Candidates with which no request waits."""
+        return tuple(one for one in self.candidates if not one.queues)
+
 
 def search(ask: Ask) -> Found:
     """Every deployment of the space that fits."""
@@ -211,6 +216,8 @@ class Search:
         asked = None if ask.concurrency is None else -(-ask.concurrency // replicas)
         tried = _Try(self, engine, checkpoint, split, kv_dtype, batch)
         try:
+            if kv_dtype != "auto":
+                tried.key = engine.kv_dtype(kv_dtype, "--kv-cache-dtype")
             if engine.slots:
                 return tried.slots(asked, replicas)
             return tried.pool(asked, replicas)
@@ -238,8 +245,6 @@ class _Try:
         self.engine, self.checkpoint, self.split = engine, checkpoint, split
         self.kv_dtype, self.batch = kv_dtype, batch
         self.key: CacheFormat | None = None
-        if kv_dtype != "auto":
-            self.key = engine.kv_dtype(kv_dtype, "--kv-cache-dtype")
 
     @property
     def workers(self) -> int:
@@ -306,16 +311,15 @@ class _Try:
             if load.why or not held:
                 return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load, requests))
         serving = self._told(room, load)
-        return self._candidate(load, serving, requests, min(held, requests), min(usual, requests), replicas)
+        return self._candidate(load, serving, min(held, requests), min(usual, requests), replicas)
 
     def _shared(self, serving: Serving) -> Serving:
         """With the share of the memory that the engine takes, named."""
         device = self.ask.device
         if self.engine.name == "sglang":
-            from kvctl.engines.sglang.memory import _release, fraction
+            from kvctl.engines.sglang.memory import usual_share
 
-            share, _ = fraction(self.spec, serving, device.cuda_bytes, _release(self.engine.version))
-            return serving.replace(utilization=int(share * 1000) / 1000)
+            return serving.replace(utilization=usual_share(self.spec, serving, device.cuda_bytes, self.engine.version))
         if self.engine.name == "vllm":
             from kvctl.engines.vllm.start import highest_utilization, utilization
 
@@ -386,7 +390,7 @@ class _Try:
         if load.why:
             return self.rejection("cache", load.why)
         held, usual = self._held(room, load)
-        return self._candidate(load, serving, requests, min(held, requests), min(usual, requests), replicas)
+        return self._candidate(load, serving, min(held, requests), min(usual, requests), replicas)
 
     # -- engines with slots -----------------------------------------------------------------
 
@@ -404,7 +408,7 @@ class _Try:
             load = room.load(total, 1)
             first = first or load
             if load.fits:
-                return self._candidate(load, serving, count, count, count, replicas)
+                return self._candidate(load, serving, count, count, replicas)
             if load.budget <= 0:
                 break
             # Slots take equal parts of the cache, and a few bytes more beside it: so many can fit at most.
@@ -422,7 +426,7 @@ class _Try:
 
     # -- what comes out ---------------------------------------------------------------------
 
-    def _candidate(self, load: Load, serving: Serving, limit: int, held: int, usual: int, replicas: int) -> Candidate:
+    def _candidate(self, load: Load, serving: Serving, held: int, usual: int, replicas: int) -> Candidate:
         ask, split, rank = self.ask, self.split, load.ranks[load.bottleneck]
         asked = ask.concurrency
         how = takes.weights(self.engine, ask.device, self.checkpoint.weights)
@@ -435,6 +439,7 @@ class _Try:
             device=ask.device,
             weights=self.checkpoint.weights,
             made=self.checkpoint.made,
+            dtype="auto" if self.engine.slots else takes.dtype(ask.spec, ask.device),
             kv_dtype=self.kv_dtype,
             gpus=split.gpus,
             nodes=split.nodes,
@@ -458,13 +463,20 @@ class _Try:
             usual_at_once=min(usual * replicas, asked) if asked is not None else usual * replicas,
             asked=asked,
             native=how is not None and takes.computes(how, ask.device),
-            notes=tuple(self._notes(held, usual, limit, replicas)),
+            notes=tuple(self._notes(held, usual, stack, load, replicas)),
         )
 
-    def _notes(self, held: int, usual: int, limit: int, replicas: int) -> Iterator[str]:
+    def _notes(self, held: int, usual: int, stack: Stack, load: Load, replicas: int) -> Iterator[str]:
         asked = self.ask.concurrency
+        if not self.split.gpus and not self.engine.slots:
+            yield f"what {self.engine.name} takes of a host beside weights and cache is not known"
         if asked is not None and usual * replicas < asked:
-            yield f"{usual * replicas:,} requests run at once, and {asked - usual * replicas:,} wait"
+            wanted, beside = -(-asked // replicas), sum(part.bytes for part in stack.parts)
+            each = load.kv[load.bottleneck] // (held if self.engine.slots else 1)
+            yield (f"{plural(wanted, 'request')} of {self.ask.context:,} tokens take {format_bytes(-(-wanted // self.workers) * each)}, "
+                   f"and {format_bytes(stack.weights)} of weights and {format_bytes(beside)} beside them leave "
+                   f"{format_bytes(max(load.budget, 0))} of {format_bytes(stack.device)}: {usual * replicas:,} requests run at once, "
+                   f"and {asked - usual * replicas:,} wait")  # fmt: skip
         if held < usual:
             yield (f"all as long as {self.ask.context:,} tokens, {held * replicas:,} run at once: of {usual * replicas:,} usual ones "
                    "some may be pushed out and start again")  # fmt: skip

@@ -11,6 +11,7 @@ formats by hardware, for the PyTorch backend); llama.cpp b11434 common/arg.cpp (
 from __future__ import annotations
 
 from kvctl.engines import Engine
+from kvctl.formats import FP16
 from kvctl.hardware import Device
 from kvctl.record import Record
 from kvctl.spec import Attention, Indexer, LatentAttention, ModelSpec
@@ -33,7 +34,7 @@ _NEVER = 99.0
 
 _TABLE: dict[str, tuple[Takes, ...]] = {
     "vllm": (
-        Takes("bf16", 8.0, 8.0),
+        Takes("bf16", 7.0, 7.0),
         Takes("fp16", 7.0, 7.0),
         Takes("fp8", 7.5, 8.9, "fp8"),
         Takes("fp8-block", 7.5, 9.0),
@@ -46,7 +47,7 @@ _TABLE: dict[str, tuple[Takes, ...]] = {
         Takes("nvfp4", 7.5, 10.0),
     ),
     "sglang": (
-        Takes("bf16", 8.0, 8.0),
+        Takes("bf16", 7.5, 7.5),
         Takes("fp16", 7.5, 7.5),
         Takes("fp8", 8.0, 8.9, "fp8"),
         Takes("fp8-block", 8.0, 9.0),
@@ -88,6 +89,12 @@ def vendor(device: Device) -> str:
     if device.kind == "cpu":
         return ""
     return device.facts.vendor if device.facts is not None else "NVIDIA"
+
+
+def dtype(spec: ModelSpec, device: Device) -> str:
+    """What engines have to be told to compute in: GPUs below 8.0 have no bfloat16, and engines refuse to guess."""
+    has = capability(device)
+    return "float16" if has is not None and has < 8.0 and spec.dtype is not FP16 else "auto"
 
 
 def runs(engine: Engine, device: Device) -> str:
@@ -144,7 +151,7 @@ def caches(engine: Engine, device: Device, spec: ModelSpec) -> tuple[str, ...]:
     nvfp4 on Blackwell, of plain heads. TensorRT-LLM: fp8 from 8.9, nvfp4 of checkpoints that ModelOpt calibrated for it.
     """
     if engine.slots:
-        return ("f16", "q8_0", "q5_1", "q4_0")
+        return ("f16", "q8_0", "q4_0") if engine.name == "ollama" else ("f16", "q8_0", "q5_1", "q4_0")
     maker, has = vendor(device), capability(device) or 8.0
     own = "bfloat16" if spec.kv_format is not None and engine.name != "tensorrt-llm" else "auto"
     if not maker:
