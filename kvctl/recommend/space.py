@@ -166,7 +166,7 @@ def weights(engine: Engine, device: Device, offered: tuple[Checkpoint, ...]) -> 
         and not (one.made == "load" and not how.load) and not (one.made == "make" and engine.name == "tensorrt-llm")
     ]  # fmt: skip
     eight = any(one.weights.startswith("fp8") and takes.computes(how, device) for one, how in taken)
-    best: dict[str, tuple[tuple[bool, int, int], Checkpoint]] = {}
+    best: dict[str, tuple[tuple[bool, int, bool, int], Checkpoint]] = {}
     for order, (one, how) in enumerate(taken):
         native = takes.computes(how, device)
         kind = _kind(one.weights, native)
@@ -174,7 +174,9 @@ def weights(engine: Engine, device: Device, offered: tuple[Checkpoint, ...]) -> 
             one.made == "make" and one.weights == "nvfp4" and not native
         ):
             continue
-        rank = (not native, ("stored", "load", "make").index(one.made), order)
+        # Of 4-bit weights that are unpacked, integers have the fewer scales.
+        wide = kind == "4 bits" and one.weights in ("nvfp4", "mxfp4")
+        rank = (not native, ("stored", "load", "make").index(one.made), wide, order)
         if kind not in best or rank < best[kind][0]:
             best[kind] = rank, one
     kept = {id(one) for _, one in best.values()}
