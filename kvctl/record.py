@@ -15,10 +15,12 @@ class Record:
     """Fields are the annotations of the class and its bases, in that order; class values are defaults."""
 
     _fields: ClassVar[tuple[str, ...]] = ()
+    _names: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
         own = [name for name, hint in cls.__annotations__.items() if not str(hint).startswith("ClassVar")]
         cls._fields = (*cls._fields, *(name for name in own if name not in cls._fields))
+        cls._names = frozenset(cls._fields)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         fields = self._fields
@@ -27,7 +29,7 @@ class Record:
         values.update(kwargs)
         if len(args) > len(fields) or len(values) != len(args) + len(kwargs):
             raise TypeError(f"{type(self).__name__}: too many or repeated values")
-        if len(values) != len(fields) or not all(name in values for name in fields):
+        if values.keys() != self._names:
             for name in fields:
                 if name not in values:
                     # The class's own value is the default; without one this raises.
@@ -48,8 +50,8 @@ class Record:
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._fields)})"
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self._fields)
+        return tuple(map(self.__dict__.__getitem__, self._fields))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
-        return type(self)(**{name: getattr(self, name) for name in self._fields} | changes)
+        return type(self)(**dict(zip(self._fields, self._values(), strict=True)) | changes)

@@ -113,6 +113,8 @@ class Room:
 
     def _beside_pool(self, context: int) -> tuple[int, ...]:
         """Bytes of the cache on every rank that are none of the pool's budget, whatever the workload."""
+        if not self.engine.beside:
+            return ()
         if self._beside is None:
             _, allocation = self.held(context, 1, self.laid.serving.replace(kv_budget=None))
             self._beside = allocation.beside if allocation is not None else ()
@@ -123,7 +125,8 @@ class Room:
         free = device.available_bytes
         key = (device.name, total, free, weights, beside, context, *more.values())
         if key in self._rank_of:
-            return self._rank_of[key].replace(device=device)  # devices of a kind are asked once
+            found = self._rank_of[key]  # devices of a kind are asked once
+            return found if found.device is device else found.replace(device=device)
         memory = self.engine.memory
         parts: tuple[Part, ...] = ()
         if self.hardware.overhead is not None:

@@ -9,6 +9,7 @@ from kvctl.allocation import MOST_SLOTS, Allocation, Serving
 from kvctl.engines import IDEAL, Engine
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, FP32, CacheFormat, DType, plain
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.reports import Formula, LayerRow, ModelInfo, SizeResult, StateRow, WeightsInfo
 from kvctl.spec import Attention, Formats, Layer, ModelSpec, Workload
@@ -80,6 +81,10 @@ def needs_tensors(plan: SizePlan) -> bool:
 def _split(plan: SizePlan) -> tuple[int, int, bool, int, tuple[int, ...]]:
     """Tensor and pipeline parallelism, whether experts are spread, data parallelism, and layers of the stages."""
     serving = plan.serving
+    tensor, data = serving.tensor_parallel or 1, serving.data_parallel or 1
+    if plan.engine.splits and serving.attention_dp and tensor > 1 and data in (1, tensor) and plan.hardware is not None:
+        # Every rank attends for requests of its own with all heads; experts are spread over them all the same.
+        return 1, serving.pipeline_parallel or 1, True, tensor, serving.stage_layers or ()
     if not plan.engine.splits or (plan.engine.name != "vllm" and plan.hardware is None):
         return 1, 1, False, 1, ()  # how others cut weights is not known; beside hardware that is said
     return (
@@ -107,7 +112,7 @@ class Question(Record):
 def prepare(spec: ModelSpec, plan: SizePlan) -> Question:
     """What of an answer does not depend on the context."""
     if plan.hardware is not None:
-        spec = _completed(spec)
+        spec = completed(spec)
     if plan.what_if is not None:
         from kvctl.structure import restructured
 
@@ -185,7 +190,8 @@ def _with_technique(spec: ModelSpec, plan: SizePlan, technique: Technique) -> Mo
     return spec if technique.plain else applied(spec, technique, engine.name)
 
 
-def _completed(spec: ModelSpec) -> ModelSpec:
+@kept
+def completed(spec: ModelSpec) -> ModelSpec:
     """The model with a width that its configuration lacks, where the published number of parameters tells it."""
     if spec.whole or spec.weights is None or spec.weights.parameters is None:
         return spec

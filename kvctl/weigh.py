@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.formats import DType
+from kvctl.kept import kept
 from kvctl.reports import WeightsInfo
 from kvctl.spec import ModelSpec
 from kvctl.tensors import Tensor, without_drafts
@@ -44,6 +45,25 @@ def weigh(
         ConfigError: another format is asked for, and the parameters are not known.
 
     """
+    info, said = _weighed(spec, split, dtype, what_if, by_rank, assume)
+    warnings += said
+    return info
+
+
+@kept
+def _weighed(
+    spec: ModelSpec, split: tuple[int, int, bool, int, tuple[int, ...]], dtype: DType, what_if: str | None, by_rank: bool,
+    assume: bool,
+) -> tuple[WeightsInfo | None, tuple[str, ...]]:  # fmt: skip
+    """The same, with what it warns of."""
+    warnings: list[str] = []
+    return _weigh(spec, split, dtype, what_if, warnings, by_rank, assume), tuple(warnings)
+
+
+def _weigh(
+    spec: ModelSpec, split: tuple[int, int, bool, int, tuple[int, ...]], dtype: DType, what_if: str | None,
+    warnings: list[str], by_rank: bool, assume: bool,
+) -> WeightsInfo | None:  # fmt: skip
     from kvctl.rank_weights import Split
 
     ranks = Split(*split)
@@ -52,9 +72,11 @@ def weigh(
     if what_if is not None and what_if.lower() in GGUF_BITS:
         return _in_gguf(spec, dtype, what_if.lower())
     if what_if is not None:
-        info, tensors = _in_format(spec, dtype, what_if, warnings)
+        info, tensors, said = _in_format(spec, dtype, what_if)
+        warnings += said
     else:
-        info, tensors = _as_they_are(spec, dtype, ranks.cuts or by_rank, warnings)
+        info, tensors, said = _as_they_are(spec, dtype, ranks.cuts or by_rank)
+        warnings += said
         if assume and (info is None or info.bytes is None):
             try:
                 info, tensors = _as_usual(spec, dtype)
@@ -70,7 +92,8 @@ def weigh(
         return info
 
 
-def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) -> tuple[WeightsInfo, tuple[Tensor, ...]]:
+@kept
+def _in_format(spec: ModelSpec, dtype: DType, name: str) -> tuple[WeightsInfo, tuple[Tensor, ...], tuple[str, ...]]:
     from kvctl.weight_formats import convert, weight_format
 
     fmt = weight_format(name)
@@ -78,7 +101,6 @@ def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) ->
     base = spec.tensors if plain and spec.tensors is not None else _from_config(spec, dtype)
     base, _ = without_drafts(base, len(spec.layers))  # a converted model has no drafting layers
     tensors, notes = convert(base, fmt)
-    warnings += [f"--weights-dtype {fmt.name}: {note}" for note in notes]
     parameters = sum(tensor.elements * tensor.count for tensor in base)
     where = "its tensors" if plain else "its configuration"
     info = WeightsInfo(
@@ -88,7 +110,7 @@ def _in_format(spec: ModelSpec, dtype: DType, name: str, warnings: list[str]) ->
         fmt.name,
         f"{fmt.name}: {fmt.title}",
     )
-    return info, tensors
+    return info, tensors, tuple(f"--weights-dtype {fmt.name}: {note}" for note in notes)
 
 
 def _in_gguf(spec: ModelSpec, dtype: DType, name: str) -> WeightsInfo:
@@ -102,11 +124,13 @@ def _in_gguf(spec: ModelSpec, dtype: DType, name: str) -> WeightsInfo:
     return WeightsInfo(round(count * bits / 8), count, source, name, f"{name}: {bits:.2f} bits a parameter")
 
 
+@kept
 def _as_they_are(
-    spec: ModelSpec, dtype: DType, by_rank: bool, warnings: list[str]
-) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None]:
+    spec: ModelSpec, dtype: DType, by_rank: bool
+) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None, tuple[str, ...]]:
     from kvctl.quantization import scheme
 
+    warnings: list[str] = []
     stored: str | None = spec.dtype.name if isinstance(spec.dtype, DType) else None
     words, found, problem = None, None, None
     try:
@@ -132,16 +156,17 @@ def _as_they_are(
         except ConfigError as error:
             if by_rank:
                 warnings.append(f"weights on each rank unknown: {error.message}")
-            return info, None
+            return info, None, tuple(warnings)
     if tensors is not None and spec.tensors is None and (info is None or info.bytes is None):
         total = sum(tensor.total for tensor in tensors)
         parameters = weights.parameters if weights else None
         how = "estimated: what its configuration implies"
         warnings.append("the weights are estimated from the configuration: no file of them was read")
         info = WeightsInfo(total, parameters, how, stored, words)
-    return info, tensors
+    return info, tensors, tuple(warnings)
 
 
+@kept
 def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None]:
     """The weights as such models are published, where nothing says how these are stored.
 

@@ -8,6 +8,7 @@ First is the default.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kvctl.errors import UsageError
@@ -16,8 +17,18 @@ from kvctl.record import Record
 from kvctl.spec import Retention
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from kvctl.allocation import Allocation, Part, Place, Serving, Shortage
     from kvctl.spec import Formats, ModelSpec
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    """A module of this package, loaded when first asked for."""
+    from importlib import import_module
+
+    return import_module(name, __name__)
 
 
 class Planner(Protocol):
@@ -109,6 +120,8 @@ class Engine(Record):
     """Where requests are slots: whether one length is for all of them ("shared") or for each ("own")."""
     rows: bool = False
     """Whether the sequences of a batch are rows of one tensor, each beam one of them."""
+    beside: bool = False
+    """Whether it reserves some of the cache beside its pool, whatever the workload."""
 
     @property
     def plans(self) -> bool:
@@ -118,17 +131,13 @@ class Engine(Record):
     @property
     def planner(self) -> Planner:
         """The module with its rules, loaded when first asked for."""
-        from importlib import import_module
-
-        return cast("Planner", import_module(self.module, __name__))
+        return cast("Planner", _module(self.module))
 
     @property
     def memory(self) -> Memory:
         """The module that says what it takes on a GPU beside weights and cache, loaded when first asked for."""
-        from importlib import import_module
-
         own = {"": ".usual", ".ollama": ".ollama_memory"}.get(self.module, f"{self.module}.memory")
-        return cast("Memory", import_module(own, __name__))
+        return cast("Memory", _module(own))
 
     def by_request(self, serving: Serving) -> bool:
         """Whether it reserves for requests: beams are none, and positions of media are part of their length."""
@@ -203,6 +212,7 @@ TENSORRT_LLM = Engine(
     summary="the blocks that TensorRT-LLM (PyTorch) allocates, as its start-up log prints them",
     module=".tensorrt_llm",
     splits=True,
+    beside=True,
     follows_checkpoint=True,
     smaller_cache="fp8",
 )

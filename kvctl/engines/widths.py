@@ -7,6 +7,7 @@ from typing import Any
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import Attention, ModelSpec
 
@@ -74,6 +75,7 @@ class Widths(Record):
     """First layers that have no experts."""
 
 
+@kept
 def widths(spec: ModelSpec) -> Widths:
     """The widths that a configuration names.
 

@@ -31,6 +31,8 @@ class Deployment(Record):
     made: str = "stored"
     """How they come to be in that format: "stored" (the checkpoint has it), "load" (the engine converts while it loads) or "make"
     (`kvctl quantize` or another tool has to first)."""
+    dtype: str = "auto"
+    """What the engine is told to compute in: float16 on GPUs without bfloat16, else the checkpoint's."""
     kv_dtype: str = "auto"
     """The engine's own word for the format of keys and values."""
     gpus: int = 1

@@ -6,6 +6,8 @@ src/llama-context.cpp (sched_reserve: the largest batch over a full cache). Ever
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from kvctl.engines.llama_cpp.graph import Graph, Tensor
 from kvctl.record import Record
 
@@ -73,6 +75,7 @@ class Batch(Record):
     0, gates and their activation write over each other, and nothing says where cells are."""
 
 
+@lru_cache(maxsize=1024)
 def compute_buffer(shape: Shape, batch: Batch) -> int:
     """Bytes of the compute buffer of one device that runs all layers and perhaps the head."""
     if not shape.windowed and shape.layers > shape.dense:

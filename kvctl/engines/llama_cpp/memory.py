@@ -23,6 +23,7 @@ from kvctl.engines.runtime import runtime
 from kvctl.engines.usual import default_context, kv_budget, left, plan_refusal, shortage, start_refusal, started
 from kvctl.errors import UsageError
 from kvctl.formats import FP16, plain
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import Empty, Formats, LatentAttention, ModelSpec, Shared
 from kvctl.units import MIB, format_bytes
@@ -234,9 +235,17 @@ def _tied(spec: ModelSpec) -> bool:
 def places(spec: ModelSpec, weights_bytes: int, free: Sequence[int], serving: Serving) -> tuple[Place, ...]:
     """What lies on each device with -ngl layers offloaded; layers count alike, as llama.cpp counts
     them."""
+    return _places(spec, weights_bytes, tuple(free), serving.tensor_split, serving.gpu_layers)
+
+
+@kept
+def _places(
+    spec: ModelSpec, weights_bytes: int, free: tuple[int, ...], tensor_split: tuple[float, ...] | None,
+    gpu_layers: int | None,
+) -> tuple[Place, ...]:  # fmt: skip
     # Devices without any memory share the layers too: that these do not fit is for the fit to say.
-    known = free if any(free) else [1] * len(free)
-    split = layer_split(len(spec.layers), known, serving.tensor_split, serving.gpu_layers)
+    known = free if any(free) else (1,) * len(free)
+    split = layer_split(len(spec.layers), known, tensor_split, gpu_layers)
     there = gpu_weights(spec)
     total = weights_bytes if there is None else there
     words = (spec.vocab_size or 0) * (spec.hidden_size or 0)

@@ -11,6 +11,7 @@ from kvctl.engines.llama_cpp.builds import NEWEST, Rules
 from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import (
     Attention,
@@ -139,6 +140,7 @@ def uneven(spec: ModelSpec) -> bool:
     return any(state is not None and state.key_dim != state.value_dim for state in found)
 
 
+@kept
 def storage(spec: ModelSpec, fmt: Formats, rules: Rules, *, flash: bool) -> Storage:
     """What llama.cpp keeps of a model, with or without flash attention.
 

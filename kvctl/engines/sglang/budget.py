@@ -6,6 +6,7 @@ before 0.5.16 srt/model_executor/model_runner.py and model_runner_kv_cache_mixin
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from kvctl.allocation import Serving
@@ -96,6 +97,7 @@ NEWEST = (0, 5, 23)
 _READ = {*((0, 4, patch) for patch in range(4, 11)), *((0, 5, patch) for patch in range(1, 24))}
 
 
+@lru_cache(maxsize=64)
 def rules_for(version: str | None) -> tuple[Rules, str | None]:
     """Rules of a version ("0.5.13", "0.5.13.post1", "v0.5"), and a warning where they were not read from it."""
     if version is None:

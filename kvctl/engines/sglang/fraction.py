@@ -12,7 +12,7 @@ from typing import Any
 from kvctl.engines.sglang.budget import NEWEST
 from kvctl.record import Record
 
-_BY_MEMORY = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
+BY_MEMORY = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
 """Below so many GiB: tokens of a prefill chunk, and requests of the largest decode graph on under 4 ranks and on more."""
 _LARGEST = (16384, 512, 512)
 _BY_RANKS = ((16, 0.79), (8, 0.81), (4, 0.85), (2, 0.87), (1, 0.88))
@@ -50,8 +50,8 @@ def default_start(
     """
     if version < (0, 5, 3):
         return _before_0_5_3(memory, tp, pp, workers, chunk, drafting, version)
-    found = next(((c, few, many) for gib, c, few, many in _BY_MEMORY if memory < gib * 1024), _LARGEST)
-    if version < (0, 5, 20) and found == _BY_MEMORY[1][1:]:
+    found = next(((c, few, many) for gib, c, few, many in BY_MEMORY if memory < gib * 1024), _LARGEST)
+    if version < (0, 5, 20) and found == BY_MEMORY[1][1:]:
         found = (2048, 16 if version < (0, 5, 5) else 24, 80)
     chunk = found[0] if chunk is None else chunk
     batch = found[1] if tp < 4 else found[2]

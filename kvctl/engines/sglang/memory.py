@@ -12,12 +12,13 @@ activations and CUDA graphs, whose real size is never measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from kvctl.allocation import Part, Serving, Shortage
 from kvctl.engines.runtime import runtime
 from kvctl.engines.sglang.budget import NEWEST, rules_for
-from kvctl.engines.sglang.fraction import default_start, for_images
+from kvctl.engines.sglang.fraction import BY_MEMORY, default_start, for_images
 from kvctl.engines.usual import default_context, left, plan_refusal, start_refusal, started
 from kvctl.engines.versions import numbers
 from kvctl.errors import UsageError
@@ -129,6 +130,17 @@ def fraction(spec: ModelSpec, serving: Serving, device_bytes: int, release: tupl
     return share, why + (", less for images" if vision is not None else "")
 
 
+def usual_share(spec: ModelSpec, serving: Serving, device_bytes: int, version: str | None) -> float:
+    """A --mem-fraction-static to name, in thousandths: the default, or what leaves as much as on a GPU of a little less memory.
+
+    The default reserves more from 20, 35, 60 and 160 GiB on, so that right above a GPU would hold less than one right below.
+    """
+    release = _release(version)
+    sizes = [device_bytes, *(gib * GIB - MIB for gib, *_ in BY_MEMORY if gib * GIB - MIB < device_bytes)]
+    best = max(size * fraction(spec, serving, size, release)[0] for size in sizes)
+    return int(1000 * best / device_bytes) / 1000
+
+
 def _ranks(serving: Serving) -> int:
     return (serving.tensor_parallel or 1) * (serving.pipeline_parallel or 1)
 
@@ -138,6 +150,7 @@ def _vision(spec: ModelSpec) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
+@lru_cache(maxsize=64)
 def _release(version: str | None) -> tuple[int, ...]:
     """Three numbers of a version whose rules are known."""
     rules_for(version)

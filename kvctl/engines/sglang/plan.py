@@ -46,7 +46,9 @@ def plan(
     if context < 1:
         raise UsageError("--ctx 0: SGLang needs a length of at least one token")
     rules, doubt = rules_for(version)
-    laid = layout(spec, fmt, serving, rules.windowed, not rules.elided)
+    # Shapes do not depend on how much memory there is, nor on limits.
+    alike = serving.replace(kv_budget=None, max_sequences=None, utilization=None, max_batched=None, max_tokens=None)
+    laid = layout(spec, fmt, alike, rules.windowed, not rules.elided)
     reasons: list[str] = []
     warnings = [doubt] if doubt else []
     settings = settings_for(spec, laid, fmt, serving, rules, reasons, warnings)

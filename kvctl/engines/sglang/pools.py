@@ -15,6 +15,7 @@ from kvctl.engines import IDEAL
 from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import BF16, CacheFormat, cache_format, plain
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import (
     Attention,
@@ -196,6 +197,7 @@ def _own(layer: Layer) -> tuple[LayerState, ...]:
     return tuple(states)
 
 
+@kept
 def layout(
     spec: ModelSpec, fmt: Formats, serving: Serving, windowed_types: frozenset[str], indexers_all: bool
 ) -> Layout:

@@ -10,6 +10,7 @@ from kvctl.engines import IDEAL
 from kvctl.engines.states import not_known, plain_attention
 from kvctl.errors import ConfigError, UsageError
 from kvctl.formats import CacheFormat, DType, cache_format
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import (
     Attention,
@@ -68,6 +69,7 @@ class Held(Record):
     indexer: bool = False
 
 
+@kept
 def held_by(spec: ModelSpec, fmt: Formats, ranks: int, block: int, scaled: bool) -> list[Held | None]:
     """One entry a layer, None for layers without a cache; `scaled`: an indexer's keys counted as up to 1.2."""
     found = {id(layer): _held(layer, spec, fmt, ranks, block, scaled) for layer, _ in spec.groups}

@@ -49,7 +49,10 @@ def plan(
         raise ConfigError("kvctl knows sparse attention with an indexer in TensorRT-LLM from 1.2 on",
                           hint="--engine tensorrt-llm@1.2")  # fmt: skip
     windows = _windows(spec, held, serving, settings)
-    kept = [item.replace(window=window) for item, window in zip(held, windows, strict=True) if item is not None]
+    kept = [
+        item if item.window == window else item.replace(window=window)
+        for item, window in zip(held, windows, strict=True) if item is not None
+    ]  # fmt: skip
     if not settings.second and len({item.width for item in kept if item.width}) > 1:
         raise ConfigError(f"{spec.id}: kvctl does not know how TensorRT-LLM's first cache manager holds heads of several widths",
                           hint="--engine tensorrt-llm@1.4")  # fmt: skip

@@ -20,6 +20,7 @@ from kvctl.engines.vllm.models import check_served
 from kvctl.engines.vllm.rules import Rules, minor_of, rules_for
 from kvctl.engines.vllm.specs import Spec, fp8_key, kv_dtype
 from kvctl.errors import UsageError
+from kvctl.kept import kept
 from kvctl.spec import Attention, Formats, Indexer, LatentAttention, ModelSpec
 from kvctl.units import GIB, plural
 
@@ -48,7 +49,11 @@ def plan(
     warnings: list[str] = [doubt] if doubt else []
     _check_split(spec, serving, rules)
     check_served(spec, minor_of(version))
-    laid = lay_out(spec, context, fmt, serving, rules, reasons, warnings)
+    # How layers lie does not depend on how much memory there is for them.
+    alike = serving.replace(kv_budget=None, num_blocks=None, max_sequences=None, utilization=None)
+    laid, because, about = _laid_out(spec, context, fmt, alike, rules)
+    reasons += because
+    warnings += about
     _check_dealt(laid, serving, rules)
     budget, num_blocks = serving.kv_budget, serving.num_blocks
     if num_blocks is None and budget is not None:
@@ -59,7 +64,8 @@ def plan(
         usable = num_blocks - rules.spare_block
         if laid.packed:
             usable = packed.blocks_usable(laid.groups, laid.of_stage, num_blocks, budget, rules)
-        fits = longest(laid.groups, laid.settings, usable, context)
+        short = serving.fit_length or usable < laid.request
+        fits = longest(laid.groups, laid.settings, usable, context) if short else context
         if serving.fit_length and 0 < fits < context:
             reasons.append(f"a length of {fits:,} is the longest that fits; the model's own is {context:,}")
             laid = laid.replace(context=fits)
@@ -104,6 +110,16 @@ def plan(
         held=None if concurrency is None else int(concurrency) if usable >= laid.request else 0,
         whole=None if concurrency is None or laid.packed or not laid.request else usable // laid.request,
     )
+
+
+@kept
+def _laid_out(
+    spec: ModelSpec, context: int, fmt: Formats, serving: Serving, rules: Rules
+) -> tuple[Laid, tuple[str, ...], tuple[str, ...]]:
+    """Layers laid out, with reasons and warnings."""
+    reasons: list[str] = []
+    warnings: list[str] = []
+    return lay_out(spec, context, fmt, serving, rules, reasons, warnings), tuple(reasons), tuple(warnings)
 
 
 def _check_split(spec: ModelSpec, serving: Serving, rules: Rules) -> None:

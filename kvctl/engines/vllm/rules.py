@@ -8,6 +8,7 @@ minor release from 0.8.5 to 0.33.0, and of the patch releases that were publishe
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from kvctl.engines.versions import dotted, history, unknown
@@ -114,6 +115,7 @@ _VERSION = re.compile(
 )
 
 
+@lru_cache(maxsize=64)
 def rules_for(version: str | None) -> tuple[Rules, str | None]:
     """Rules of a version ("0.32", "v0.32.1", "0.23.1rc1.dev5"), and a warning where they were not read from it.
 
@@ -137,6 +139,7 @@ def rules_for(version: str | None) -> tuple[Rules, str | None]:
     return rules, None
 
 
+@lru_cache(maxsize=64)
 def minor_of(version: str | None) -> tuple[int, int]:
     """The minor release that a version belongs to; None is the newest."""
     if version is None:

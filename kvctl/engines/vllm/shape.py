@@ -8,6 +8,7 @@ from kvctl.engines.widths import EXPERT_WIDTHS, EXPERTS, FEED, MEASURED, SHARED,
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import Attention, ConvState, LatentAttention, ModelSpec, RecurrentState
 
@@ -49,6 +50,7 @@ class Shape(Record):
     vision: Vision | None = None
 
 
+@kept
 def shape_of(spec: ModelSpec) -> Shape:
     """Sizes of a model.
 

@@ -1,0 +1,203 @@
+"""In which formats a model's weights are to be had: as published, made while an engine loads, or made beforehand.
+
+Published checkpoints are those of the catalogue whose name is the model's with a format behind it and whose architecture has
+the same layers and widths, and those of data/checkpoints.json, each with its source: no name is made up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from kvctl.errors import ConfigError, KvctlError
+from kvctl.families import text_fields
+from kvctl.families.fields import Fields
+from kvctl.formats import DType
+from kvctl.quantization import scheme, usual_storage
+from kvctl.recommend.takes import GGUF
+from kvctl.record import Record
+from kvctl.sources import catalogue
+from kvctl.spec import ModelSpec
+
+_PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "checkpoints.json")
+
+# What stands behind a model's name in that of a quantized checkpoint, and what it means.
+_SUFFIXES = (
+    (re.compile(r"[-_.]FP8[-_.]block$", re.IGNORECASE), "fp8-block"),
+    (re.compile(r"[-_.]FP8[-_.]dynamic$", re.IGNORECASE), "fp8-channel"),
+    (re.compile(r"[-_.]FP8([-_.]Static[-_.]PerTensor)?$", re.IGNORECASE), "fp8"),
+    (re.compile(r"[-_.]NV?FP4$", re.IGNORECASE), "nvfp4"),
+    (re.compile(r"[-_.]AWQ$", re.IGNORECASE), "awq"),
+    (re.compile(r"[-_.]GPTQ([-_.]Int4)?$", re.IGNORECASE), "gptq"),
+    (re.compile(r"[-_.]quantized\.w4a16$", re.IGNORECASE), "w4a16"),
+    (re.compile(r"[-_.]quantized\.w8a8$", re.IGNORECASE), "w8a8"),
+)
+_SCHEMES = {
+    "fp8": "fp8",
+    "fp8-block": "fp8-block",
+    "awq": "awq",
+    "gptq": "gptq",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+    "pack-quantized": "w4a16",
+    "float-quantized": "fp8-channel",
+    "int-quantized": "w8a8",
+}
+"""Names of kvctl.weight_formats for what a quantization_config is read as."""
+_MADE = (("awq", "kvctl quantize {} --weights awq"), ("w8a8", "kvctl quantize {} --weights int8-w8a8"),
+         ("nvfp4", "kvctl quantize {} --weights nvfp4"))  # fmt: skip
+"""Formats that are made beforehand where nobody published them; fp8 is not, for engines make that while they load."""
+
+
+class Checkpoint(Record):
+    """One format that a model's weights are to be had in."""
+
+    name: str
+    """What the engine is told to load; of one that has to be made, the model that it is made of."""
+    weights: str
+    """A name of kvctl.weight_formats, or of a GGUF type."""
+    made: str
+    """stored, load or make, as in Deployment."""
+    how: str
+    """For people: where it is from, what to tell the engine, or what to run first."""
+    source: str = ""
+    sized: str | None = None
+    """The format that the model's own weights are counted in; None: as they are."""
+
+
+def stored_format(spec: ModelSpec) -> str | None:
+    """The format of a model's own weights; None where it is not one that engines here are known to load."""
+    try:
+        found = scheme(spec.config)
+    except ConfigError:
+        return None
+    dtype = spec.dtype.name if isinstance(spec.dtype, DType) else "bf16"
+    if found is not None:
+        return _SCHEMES.get(found.format.name)
+    if spec.weights is not None and spec.weights.bytes is not None:
+        return "bf16" if dtype == "fp32" else dtype
+    name = usual_storage(spec.model_type, spec.id, dtype)
+    return "bf16" if name == "fp32" else name
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a name is that of a quantized checkpoint of another model."""
+    return any(pattern.search(name) for pattern, _ in _SUFFIXES)
+
+
+def of_gguf(spec: ModelSpec) -> bool:
+    """Whether the model was read from a GGUF file."""
+    return spec.weights is not None and "GGUF" in spec.weights.source
+
+
+def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
+    """Formats for engines that read safetensors: stored ones first, then what engines make, then what has to be made."""
+    if of_gguf(spec):
+        return ()
+    stored = stored_format(spec)
+    out = []
+    if stored is not None:
+        out.append(Checkpoint(spec.id, stored, "stored", "as published", spec.provenance.location))
+    plain = stored in ("bf16", "fp16")
+    if is_quantized(spec.id):
+        return tuple(out)
+    if not spec.overrides:
+        out += published(spec)
+    if plain:
+        out.append(
+            Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads: --quantization fp8", sized="fp8")
+        )
+    there = {one.weights for one in out}
+    there |= {"awq"} if there & {"w4a16", "gptq"} else set()
+    if plain:
+        for weights, command in _MADE:
+            if weights not in there and (weights != "awq" or _awq_makes(spec)):
+                out.append(Checkpoint(spec.id, weights, "make", command.format(spec.id), sized=weights))
+    return tuple(out)
+
+
+def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
+    """Types of GGUF files, the largest first; a model that is such a file has its own alone."""
+    if of_gguf(spec):
+        return (Checkpoint(spec.id, "gguf", "stored", "the file itself", spec.provenance.location),)
+    stored = stored_format(spec)
+    if stored == "mxfp4":
+        return (Checkpoint(spec.id, "mxfp4", "make", "convert_hf_to_gguf.py keeps MXFP4 as it is"),)
+    plain = stored in ("bf16", "fp16")
+    if stored is None or not (plain or stored.startswith("fp8")):
+        return ()
+    out = []
+    for name in GGUF:
+        how = "convert_hf_to_gguf.py" + ("" if name == "bf16" else f", then llama-quantize … {name.upper()}")
+        sized = (None if plain else "bf16") if name == "bf16" else name
+        out.append(Checkpoint(spec.id, name, "make", how, sized=sized))
+    return tuple(out)
+
+
+def published(spec: ModelSpec) -> Iterator[Checkpoint]:
+    """Quantized checkpoints of a model that somebody published, in the catalogue's order."""
+    seen: set[str] = set()
+    for name, weights in _named_after(spec.id):
+        if (config := _alike(spec, name)) is not None:
+            seen.add(name)
+            weights = _said(config) or weights
+            yield Checkpoint(name, weights, "stored", "a published checkpoint", f"the catalogue has {name}", weights)
+    data = _data()
+    for name, weights, source in data["checkpoints"].get(spec.id, ()):
+        if name not in seen:
+            yield Checkpoint(name, weights, "stored", "a published checkpoint", data["sources"][source], weights)
+
+
+@cache
+def _data() -> dict[str, Any]:
+    with open(_PATH, encoding="utf-8") as file:
+        data: dict[str, Any] = json.load(file)
+    return data
+
+
+@cache
+def _named_after(base: str) -> tuple[tuple[str, str], ...]:
+    """Names of the catalogue that are a model's with a format behind it, and that format."""
+    short = base.rpartition("/")[2].lower()
+    found = []
+    for name in catalogue.names():
+        own = name.rpartition("/")[2]
+        if len(own) <= len(short) or not own.lower().startswith(short):
+            continue
+        for pattern, weights in _SUFFIXES:
+            match = pattern.search(own)
+            if match is not None and own[: match.start()].lower() == short:
+                found.append((name, weights))
+                break
+    return tuple(found)
+
+
+def _alike(spec: ModelSpec, name: str) -> Mapping[str, Any] | None:
+    """A catalogue entry's configuration, where it has the layers and widths of a model."""
+    try:
+        config = catalogue.find(name).config
+        mine, other = text_fields(Fields(spec.config)), text_fields(Fields(config))
+    except KvctlError:
+        return None
+    keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+    return config if mine.type == other.type and all(mine.get(key) == other.get(key) for key in keys) else None
+
+
+def _said(config: Mapping[str, Any]) -> str | None:
+    """The format that a checkpoint's own configuration names."""
+    try:
+        found = scheme(config)
+    except ConfigError:
+        return None
+    return None if found is None else _SCHEMES.get(found.format.name)
+
+
+def _awq_makes(spec: ModelSpec) -> bool:
+    """Whether kvctl quantizes this architecture to AWQ."""
+    from kvctl.weights.awq.structure import ARCHITECTURES
+
+    return text_fields(Fields(spec.config)).type in ARCHITECTURES

@@ -1,0 +1,225 @@
+"""Where nothing fits: the nearest request in each direction that something does.
+
+Each is looked for with the same search that found nothing, and holds what it says: the answer has the candidate that does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from kvctl.engines import ENGINES
+from kvctl.errors import KvctlError
+from kvctl.hardware import Device, read_gpus, table
+from kvctl.model import build_spec
+from kvctl.recommend.fits import Candidate, Rejection, Search
+from kvctl.recommend.request import MOST_NODES, SERVERS, Ask
+from kvctl.recommend.takes import vendor
+from kvctl.record import Record
+from kvctl.search import last
+from kvctl.sources import catalogue
+from kvctl.spec import ModelSpec
+from kvctl.units import format_bytes, plural
+
+Allowed = Callable[[Candidate], bool]
+"""What else a candidate has to meet: quality, objectives."""
+
+NODE = 8
+"""GPUs that a node has at most, where more are looked for."""
+_STEP = 256
+"""Tokens in which shorter requests are looked for: a multiple of every engine's blocks."""
+_SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(-A\d+(?:\.\d+)?[Bb])?(?![A-Za-z0-9])")
+"""The size in a model's name: 72B, 0.6B, 235B-A22B."""
+
+
+class Near(Record):
+    """A change with which it fits."""
+
+    direction: str
+    """gpus, gpu, context, requests, formats, engine or model."""
+    words: str
+    """What it is, for people."""
+    ask: Ask
+    """The request with the change."""
+    candidate: Candidate
+    """What holds it."""
+
+
+def anything(_: Candidate) -> bool:
+    return True
+
+
+def nearest(ask: Ask, allowed: Allowed = anything) -> tuple[Near, ...]:
+    """The nearest requests that something fits, one for each direction that has one."""
+    directions = (formats, engines, more_gpus, larger_gpu, shorter, fewer, smaller_model)
+    return tuple(near for direction in directions if (near := direction(ask, allowed)) is not None)
+
+
+def holding(ask: Ask, allowed: Allowed = anything) -> Candidate | None:
+    """The first candidate that holds all that is asked for."""
+    return next((one for one in Search(ask).walk() if not one.queues and allowed(one)), None)
+
+
+def formats(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """Other formats of weights and of the cache, where what else is asked for rules these out; the least change is the first."""
+    if allowed is anything:
+        return None  # the search has tried all
+    found = holding(ask)
+    if found is None:
+        return None
+    deployment = found.deployment
+    words = f"weights in {deployment.weights}, a cache in {deployment.kv_dtype}, with what that costs"
+    return Near("formats", words, ask, found)
+
+
+def engines(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """Another engine, where some are left out."""
+    names = {engine.name for engine in ask.engines}
+    others = tuple(engine for name in SERVERS for engine in ENGINES if engine.name == name and name not in names)
+    changed = ask.replace(engines=others)
+    found = holding(changed, allowed) if others else None
+    return Near("engine", f"--engine {found.deployment.engine.name}", changed, found) if found is not None else None
+
+
+def more_gpus(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """The fewest GPUs of the same kind: in the node first, then more nodes of as many."""
+    if not ask.gpus or ask.device.unified:
+        return None
+    for changed in _larger(ask):
+        found = holding(changed, allowed)
+        if found is not None:
+            nodes = f" in each of {changed.nodes} nodes" if changed.nodes > 1 else ""
+            return Near("gpus", f"{plural(changed.gpus, 'GPU')}{nodes}: {ask.device.name}", changed, found)
+    return None
+
+
+def _larger(ask: Ask) -> Iterator[Ask]:
+    if ask.nodes == 1:
+        yield from (ask.replace(gpus=count) for count in range(ask.gpus + 1, NODE + 1))
+    gpus = max(ask.gpus, NODE)
+    nodes = max(ask.nodes, 1)
+    for count in (nodes + 1, nodes + 2, 2 * nodes + 2, 4 * nodes + 4):
+        if count <= MOST_NODES:
+            yield ask.replace(gpus=gpus, nodes=count)
+
+
+def larger_gpu(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """As many GPUs of another kind: that of the table with the least memory that holds it."""
+    if not ask.gpus:
+        return None
+    cards = sorted(_cards(ask.device), key=lambda device: (device.cuda_bytes, device.name))
+    for device in cards:
+        changed = ask.replace(device=device)
+        found = holding(changed, allowed)
+        if found is not None:
+            what = f"{plural(ask.all_gpus, 'GPU')} with {format_bytes(device.cuda_bytes)} each: {device.name}"
+            return Near("gpu", what, changed, found)
+    return None
+
+
+def _cards(device: Device) -> Iterator[Device]:
+    """Cards of the same maker with more memory."""
+    for card in table.cards():
+        if card.vendor == vendor(device) and card.dies == 1 and not card.unified:
+            (other,) = read_gpus(card.name)
+            if other.cuda_bytes > device.available_bytes:
+                yield other.replace(notes=())
+
+
+def shorter(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """The longest request, in steps of 256 tokens, of which as many fit as are asked for."""
+
+    def at(context: int) -> Ask:
+        prompt = min(ask.prompt, max(1, context * ask.prompt // (ask.prompt + ask.answer)))
+        answer = max(1, min(ask.answer, context - prompt))
+        return ask.replace(context=context, prompt=min(prompt, context - answer), answer=answer)
+
+    if ask.context <= _STEP:
+        return None
+    best, least, most = None, 0, -(-ask.context // _STEP)
+    for candidate in Search(at(_STEP)).walk():
+        if candidate.queues or not allowed(candidate):
+            continue
+
+        def holds(steps: int, candidate: Candidate = candidate) -> bool:
+            return _again(at(steps * _STEP), candidate, allowed) is not None
+
+        if not holds(least + 1):
+            continue
+        least = last(holds, least + 1, most)
+        best = _again(at(least * _STEP), candidate, allowed)
+    if best is None:
+        return None
+    return Near("context", f"--ctx {least * _STEP}", at(least * _STEP), best)
+
+
+def _again(ask: Ask, candidate: Candidate, allowed: Allowed) -> Candidate | None:
+    """A candidate for another request, where it holds that too."""
+    found = Search(ask).again(candidate)
+    return None if isinstance(found, Rejection) or found.queues or not allowed(found) else found
+
+
+def fewer(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """The most requests at once that fit."""
+    if ask.concurrency is None or ask.concurrency < 2:
+        return None
+    best, least = None, 0
+    for candidate in Search(ask.replace(concurrency=1)).walk():
+        for count in _replicas(ask, candidate):
+            tried = candidate.replace(deployment=candidate.deployment.replace(replicas=count))
+
+            def holds(requests: int, tried: Candidate = tried) -> bool:
+                return _again(ask.replace(concurrency=requests), tried, allowed) is not None
+
+            if holds(least + 1):
+                least = last(holds, least + 1, ask.concurrency)
+                best = _again(ask.replace(concurrency=least), tried, allowed)
+    if best is None:
+        return None
+    return Near("requests", f"--concurrency {least}", ask.replace(concurrency=least), best)
+
+
+def _replicas(ask: Ask, candidate: Candidate) -> Sequence[int]:
+    """As many as there are GPUs for."""
+    from kvctl.recommend.space import replicas
+
+    return replicas(candidate.split, ask)[-1:]
+
+
+def smaller_model(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """The largest model of the same family, by name and maker in the catalogue, that fits."""
+    for spec in siblings(ask.spec):
+        context = min(ask.context, spec.max_context or ask.context)
+        if context < ask.context:
+            continue
+        changed = ask.replace(spec=spec)
+        found = holding(changed, allowed)
+        if found is not None:
+            return Near("model", spec.id, changed, found)
+    return None
+
+
+def siblings(spec: ModelSpec) -> Iterator[ModelSpec]:
+    """Smaller models whose names differ in the size alone, the largest first."""
+    family = _family(spec.id)
+    own = spec.weights.parameters if spec.weights is not None else None
+    if family is None:
+        return
+    sizes = sorted((-size, name) for name in catalogue.names() if (other := _family(name)) is not None
+                   for size in [other[1]] if other[0] == family[0] and size < family[1])  # fmt: skip
+    for _, name in sizes:
+        try:
+            found = build_spec(catalogue.find(name))
+        except KvctlError:
+            continue
+        if own is None or found.weights is None or (found.weights.parameters or 0) < own:
+            yield found
+
+
+def _family(name: str) -> tuple[str, float] | None:
+    """A name with its size taken out, and the size."""
+    match = _SIZE.search(name)
+    if match is None:
+        return None
+    scale = 1e9 if match[2] in "Bb" else 1e6
+    return (name[: match.start()] + "*" + name[match.end() :]).lower(), float(match[1]) * scale
