@@ -240,6 +240,11 @@ class Quality(Record):
             return found
         return _worse([self.cache(part) for part in low.split("/")], low)
 
+    def technique(self, name: str) -> Loss:
+        """Of a cache that lets tokens go, by its name in `kvctl profile --technique`."""
+        measured = (result.caches[name] for result in self._results if name in result.caches)
+        return next(measured, None) or published("techniques", name, self.model, self.parameters)
+
     def both(self, weights: str, cache: str) -> Loss:
         """Of both together: as measured together, or else one upon the other, (1 + a)(1 + b) - 1."""
         weights_name = _WEIGHTS.get(weights.lower(), weights.lower())
