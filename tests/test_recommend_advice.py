@@ -109,8 +109,12 @@ def test_every_technique_of_the_field_has_its_place(name: str, engine_name: str)
 def test_every_rule_says_its_verdicts() -> None:
     for rule in TABLE:
         words = rule.__doc__ or ""
-        assert "no" in words, rule
-        assert "yes" in words or "verdict" in words or "depends" in words, rule
+        said = [
+            word
+            for word in ("yes", "no", "depends", "verdict")
+            if word in words.replace(":", " ").replace(",", " ").split()
+        ]
+        assert len(said) >= 2, rule
 
 
 # -- the model ------------------------------------------------------------------------------
@@ -400,6 +404,8 @@ def test_prompts_that_break_the_time_between_tokens() -> None:
 
 def test_flash_attention_by_capability() -> None:
     assert only(serving.flash(case(gpu="A100"))).verdict == "yes"
+    assert only(serving.flash(case(gpu="cpu:64GiB"))).verdict == "depends"
+    assert only(serving.flash(case(gpu="cpu:64GiB", engine_name="llama.cpp"))).verdict == "yes"
     old = only(serving.flash(case(gpu="T4")))
     assert old.verdict == "depends"
     # 64 heads × 1,000² × 2 B = 128 × 10^6 B.
@@ -414,7 +420,8 @@ def test_graphs_against_the_cache() -> None:
     assert verdict(11_000) == "no"  # 1,000 tokens short, and they are 1,000 tokens
     assert verdict(10_999) == "yes"  # they would not make it long enough
     assert verdict(12_000, None) == "depends"
-    assert only(serving.graphs(case(engine_name="llama.cpp"))).verdict == "no"
+    assert only(serving.graphs(case(engine_name="llama.cpp"))).verdict == "yes"
+    assert only(serving.graphs(case(gpu="cpu:64GiB"))).verdict == "no"
     saved = case(
         numbers={"graph_bytes": 2**30, "tpot": exactly(0.01), "eager_tpot": exactly(0.015)},
         serve={"enforce_eager": True},
@@ -481,6 +488,14 @@ def test_more_tokens_read_more_experts() -> None:
     assert speculative.speed_up(1.0, 1, 0.0, 1, step.replace(whole=True)) == pytest.approx(2.0)
     assert speculative._experts(case("DeepSeek-V3")) == (8, 256)
     assert speculative._experts(case()) is None
+
+
+def test_the_papers_throughput_lies_in_the_range() -> None:
+    # EAGLE-3, arXiv 2503.01840: 1.38 times the throughput of SGLang at a batch of 64, Llama 3.1 8B on an H100.
+    given = case("Llama-3.1-8B-Instruct", engine_name="sglang", work={"concurrency": 64})
+    found = named(speculative.speculative(given), "speculative decoding: EAGLE-3")
+    least, most = (float(word) for word in found.because.split(" it is ")[1].split(" times")[0].split(" to "))
+    assert least < 1.38 < most
 
 
 def test_speculation_by_acceptance_and_batch() -> None:

@@ -60,9 +60,12 @@ class Loss(Record):
         return "yes" if self.percent.high <= limit else "depends"
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON, which has no infinity: null in a range is beyond all bounds."""
         out = {name: getattr(self, name) for name in self._fields}
         found = self.percent
-        return out | {"percent": None if found is None else {name: getattr(found, name) for name in found._fields}}
+        values = {} if found is None else {name: getattr(found, name) for name in found._fields}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return out | {"percent": None if found is None else finite}
 
 
 NOTHING = Range(0.0, 0.0, 0.0)

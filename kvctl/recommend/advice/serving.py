@@ -23,7 +23,7 @@ FLASH = 8.0
 
 def flash(case: Case) -> list[Advice]:
     """FlashAttention: yes from compute capability 8.0 on, and on other makers' GPUs and Macs (their kernels do the same);
-    depends below, where engines have other kernels that keep no matrix of scores."""
+    depends below and on hosts, where engines have other kernels (llama.cpp has it there too)."""
     technique, source = "FlashAttention", "arXiv 2205.14135"
     device, prompt = case.deployment.device, case.work.prompt
     heads = case.spec.attention_heads
@@ -34,6 +34,8 @@ def flash(case: Case) -> list[Advice]:
     )
     capability = device.compute_capability or (device.facts.compute_capability if device.facts is not None else None)
     how = "-fa on (a packed V cache needs it)" if case.engine == "llama.cpp" else None
+    if device.kind != "gpu" and case.engine != "llama.cpp":
+        return [Advice(technique, DEPENDS, f"{case.engine} has kernels of its own for a host{scores}", None, source)]
     if capability is not None and float(capability) < FLASH:
         because = f"{device.name} has compute capability {capability}, and {FLASH:g} is needed{scores}; engines take other kernels there"
         return [Advice(technique, DEPENDS, because, how, source)]
@@ -41,13 +43,15 @@ def flash(case: Case) -> list[Advice]:
 
 
 def graphs(case: Case) -> list[Advice]:
-    """CUDA graphs: no where the pool is short and their memory would make it long enough, or where they are turned off and the
-    objectives hold; depends where what they take is not known; yes otherwise."""
+    """CUDA graphs: no on hosts, and where the pool is short and their memory would make it long enough; depends where what they
+    take is not known; yes otherwise, and in llama.cpp, which captures them as it runs (GGML_CUDA_GRAPHS is on by default)."""
     technique, source = "CUDA graphs", "https://docs.vllm.ai (CUDA graphs)"
-    if case.deployment.device.kind != "gpu" or case.engine in ("llama.cpp", "ollama", "transformers"):
+    if case.deployment.device.kind != "gpu":
+        return [Advice(technique, NO, f"{case.deployment.device.name} has none", None, source)]
+    if case.engine in ("llama.cpp", "ollama"):
         return [
             Advice(
-                technique, NO, f"{case.engine} on {case.deployment.device.name} reserves nothing for them", None, source
+                technique, YES, f"{case.engine} captures them as it runs, and reserves nothing for them", None, source
             )
         ]
     taken = case.numbers.graph_bytes
