@@ -69,3 +69,8 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """By meaning, the name of today first."""
+
+
+def page_of(engine: str) -> str:
+    """Where an engine has its page of metrics: TensorRT-LLM's /metrics is another thing, which is gone once it was read."""
+    return "/prometheus/metrics" if engine == "tensorrt-llm" else "/metrics"

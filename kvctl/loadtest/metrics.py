@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kvctl.engines.metrics import NAMES
+from kvctl.engines.metrics import NAMES, page_of
 from kvctl.errors import KvctlError
-from kvctl.loadtest.target import Client, page_of
+from kvctl.loadtest.target import Client
 from kvctl.record import Record
 
 _NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")

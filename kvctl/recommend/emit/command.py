@@ -283,8 +283,8 @@ def _ollama(deployment: Deployment, serving: Serving, site: Site, place: Place) 
 
 
 def _transformers(deployment: Deployment, serving: Serving, site: Site, place: Place) -> Command:
-    words = spelled("transformers", serving)
-    options = grouped(words.options)
+    words = spelled("transformers", serving.replace(cache_implementation=None))
+    options: list[Option] = [("--continuous-batching",), *grouped(words.options)]
     if strange := next((option[0] for option in options if option[0] not in _OF_TRANSFORMERS), None):
         raise UsageError(f"{strange}: `transformers serve` has no such option", hint="leave it out, or another engine")
     all_options: list[Option] = [

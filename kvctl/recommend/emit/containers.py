@@ -18,7 +18,6 @@ FILES = "/etc/engine"
 _EVERYWHERE = "0.0.0.0"  # a container's own network: what reaches it is said outside of it
 _PROGRAMS = {"llama.cpp": ("/app/llama-server",)}
 """Where an image has a program that is not on its path (llama.cpp .devops/*.Dockerfile)."""
-_HEALTH = {"ollama": "/", "transformers": "/health"}
 
 
 class Container(Record):
@@ -49,8 +48,13 @@ def container(deployment: Deployment, site: Site, node: Node | None = None) -> C
         one.arguments,
         variables,
         one.files,
-        _HEALTH.get(deployment.engine.name, "/health"),
+        health_of(deployment.engine.name),
     )
+
+
+def health_of(engine: str) -> str:
+    """The path of a server that answers 200 when requests may come."""
+    return "/" if engine == "ollama" else "/health"
 
 
 def _caches(engine: str) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ from kvctl.units import plural
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
 
-_VARIABLE = re.compile(r"[\w.:/,=@%+-]*\$\{?[A-Z][A-Z0-9_]*\}?[\w.:/,=@%+-]*")
+_VARIABLE = re.compile(r"[\w.:/,=@%+-]*\$(?:[A-Z][A-Z0-9_]*|\{[A-Z][A-Z0-9_]*(?::\?)?\})[\w.:/,=@%+-]*")
 
 
 def document(*values: Any, comment: str = "") -> str:

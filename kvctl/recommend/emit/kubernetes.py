@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvctl.engines.metrics import page_of
 from kvctl.errors import UsageError
 from kvctl.recommend.emit import images, nodes
 from kvctl.recommend.emit.containers import FILES, Container, container
@@ -51,7 +52,7 @@ def kubernetes(deployment: Deployment, site: Site) -> str:
             if deployment.replicas == 1
             else {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
             "template": {
-                "metadata": {"labels": labels, "annotations": _scraped(site)},
+                "metadata": {"labels": labels, "annotations": _scraped(deployment, site)},
                 "spec": _pod(deployment, site, one, answers=True),
             },
         },
@@ -84,7 +85,7 @@ def leader_worker_set(deployment: Deployment, site: Site) -> str:
                 # A rank that is gone ends its whole group's work.
                 "restartPolicy": "RecreateGroupOnPodRestart",
                 "leaderTemplate": {
-                    "metadata": {"labels": labels, "annotations": _scraped(site)},
+                    "metadata": {"labels": labels, "annotations": _scraped(deployment, site)},
                     "spec": _pod(deployment, site, first, answers=True),
                 },
                 "workerTemplate": {
@@ -169,9 +170,10 @@ def _product(deployment: Deployment) -> str | None:
     return facts.nvml_names[0].replace(" ", "-")
 
 
-def _scraped(site: Site) -> dict[str, str]:
+def _scraped(deployment: Deployment, site: Site) -> dict[str, str]:
     """Annotations that a usual Prometheus finds pods by."""
-    return {"prometheus.io/scrape": "true", "prometheus.io/port": str(site.port), "prometheus.io/path": "/metrics"}
+    page = page_of(deployment.engine.name)
+    return {"prometheus.io/scrape": "true", "prometheus.io/port": str(site.port), "prometheus.io/path": page}
 
 
 def _service(site: Site, chosen: dict[str, str], name: str | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvctl.engines.metrics import NAMES, TIMES
+from kvctl.engines.metrics import NAMES, TIMES, page_of
 from kvctl.errors import UsageError
 from kvctl.recommend.emit.documents import document, title
 from kvctl.record import Record
@@ -43,9 +43,9 @@ def prometheus(deployment: Deployment, site: Site, promise: Promise) -> str:
 
     """
     rules = [_rule(alert, site) for alert in alerts(deployment, site, promise)]
-    target = f"{site.host}:{site.port}"
+    page, target = page_of(deployment.engine.name), f"{site.host}:{site.port}"
     note = (f"{title(deployment)}\nFor rule_files of prometheus.yml, beside\n  scrape_configs:\n  - job_name: {site.name}\n"
-            f"    static_configs: [{{targets: ['{target}']}}]")  # fmt: skip
+            f"    metrics_path: {page}\n    static_configs: [{{targets: ['{target}']}}]")  # fmt: skip
     return document({"groups": [{"name": site.name, "rules": rules}]}, comment=note)
 
 

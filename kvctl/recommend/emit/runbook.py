@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvctl.errors import UsageError
 from kvctl.recommend.emit import images
 from kvctl.recommend.emit.command import served
+from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
 from kvctl.recommend.emit.prometheus import Alert, alerts
 from kvctl.recommend.emit.script import script
@@ -32,7 +33,7 @@ def runbook(deployment: Deployment, site: Site, promise: Promise) -> str:
         _chosen(deployment, promise),
         _before(deployment, site),
         _start(deployment, site),
-        _log(promise),
+        _log(deployment, promise),
         _checks(deployment, site, promise),
         _alarms(deployment, site, promise),
         _back(site),
@@ -54,7 +55,8 @@ def _chosen(deployment: Deployment, promise: Promise) -> str:
             ("KV cache", f"{deployment.kv_dtype}" + (f", {format_bytes(serving.kv_budget)} on each rank" if serving.kv_budget else "")),
             ("longest request", f"{deployment.context:,} tokens, prompt and answer")]  # fmt: skip
     if at_once := serving.max_sequences or serving.slots:
-        rows.append(("requests in a batch", f"{at_once:,} on each of {plural(deployment.replicas, 'server')}"))
+        each = f" on each of {deployment.replicas:,} servers" if deployment.replicas > 1 else ""
+        rows.append(("requests in a batch", f"{at_once:,}{each}"))
     if deployment.all_gpus:
         rows.append(("GPUs", f"{deployment.all_gpus:,} × {deployment.device.name}"))
     ranks = {"tensor": serving.tensor_parallel, "pipeline": serving.pipeline_parallel, "data": serving.data_parallel,
@@ -131,12 +133,13 @@ def _ways(deployment: Deployment) -> list[tuple[str, str]]:
     return out or [("command", "the line above")]
 
 
-def _log(promise: Promise) -> str:
+def _log(deployment: Deployment, promise: Promise) -> str:
     if not promise.log:
         return ""
+    told = " llama-server prints them with `--verbosity 4`." if deployment.engine.name == "llama.cpp" else ""
     return f"""## What its log should say
 
-These lines are predicted; other numbers mean that the engine found more or less memory than the plan has.
+These lines are predicted; other numbers mean that the engine found more or less memory than the plan has.{told}
 
 {_code(chr(10).join(promise.log), "text")}
 `kvctl size --from-log LOG` compares the whole log with the prediction, and says what accounts for a difference.
@@ -145,7 +148,9 @@ These lines are predicted; other numbers mean that the engine found more or less
 
 def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
     url = f"http://{site.host}:{site.port}"
-    health = _code(f"curl --fail --silent --show-error {url}/health\ncurl --silent {url}/v1/models")
+    health = _code(
+        f"curl --fail --silent --show-error {url}{health_of(deployment.engine.name)}\ncurl --silent {url}/v1/models"
+    )
     test = ["kvctl", "serve-test", url, "--model", served(deployment, site)]
     if promise.prompt_tokens:
         test += ["-i", str(promise.prompt_tokens)]

@@ -26,7 +26,7 @@ def script(deployment: Deployment, site: Site) -> str:
         return comments(title(deployment)) + lines(command(deployment, site))
     if nodes.by_ray(deployment, site):
         return _by_ray(deployment, site)
-    address = f"${{{nodes.HEAD}}}"
+    address = f"${{{nodes.HEAD}:?}}"
     blocks = [
         comments(
             f"{title(deployment)}\nThe same {nodes.HEAD} on every node: the first one's address on the network between them."
@@ -40,7 +40,7 @@ def script(deployment: Deployment, site: Site) -> str:
 
 
 def _by_ray(deployment: Deployment, site: Site) -> str:
-    address = f"${{{nodes.HEAD}}}"
+    address = f"${{{nodes.HEAD}:?}}"
     others = plural(deployment.nodes - 1, "node")
     head = comments(
         f"{title(deployment)}\nvLLM's images have no Ray since 0.18: pip install 'ray[cgraph]' where it is missing."
@@ -60,9 +60,9 @@ def lines(one: Command) -> str:
     out = [f"export {name}={shell(value)}\n" for name, value in one.variables]
     for name, text in one.files:
         out.append(f"cat > {shell(name)} <<'EOF'\n{text}EOF\n")
-    out.append(
-        " \\\n  ".join((" ".join(one.program), *(" ".join(map(shell, option)) for option in one.options))) + "\n"
-    )
+    shown = [" ".join(map(shell, option)) for option in one.options]
+    named = sum(not option[0].startswith("-") for option in one.options)  # the model stands beside the program
+    out.append(" \\\n  ".join((" ".join((*one.program, *shown[:named])), *shown[named:])) + "\n")
     return "".join(out) + "".join(f"# and when it is up: {line}\n" for line in one.after)
 
 

@@ -104,6 +104,10 @@ def _llama_cpp(deployment: Deployment, serving: Serving) -> Serving:
 
 
 def _tensorrt_llm(deployment: Deployment, serving: Serving) -> Serving:
+    from kvctl.engines.tensorrt_llm.settings import rules_for
+
+    if rules_for(deployment.engine.version)[0].second == "never" and not serving.second_manager:
+        serving = serving.replace(second_manager=None)  # there is one cache manager, and no question which
     # Options that kvctl.engines.flags has no row for: the command has them, under TensorRT-LLM's own names.
     return serving.replace(
         tensor_parallel=serving.tensor_parallel or 1,
