@@ -24,10 +24,11 @@ from gguf_models import write
 
 from kvctl.allocation import Serving
 from kvctl.engines import engine as find_engine
+from kvctl.engines import spelling
 from kvctl.errors import ConfigError, KvctlError, UsageError
 from kvctl.formats import BF16
 from kvctl.measure.others import ADAPTERS, EngineAsk, llama_cpp, process, run, vllm_engine
-from kvctl.measure.others import words as spelling
+from kvctl.measure.others import words as words_of
 from kvctl.measure.others.timing import Arrivals, steps
 from kvctl.measure.report import ProfileReport
 from kvctl.measure.run import Now, Progress
@@ -622,7 +623,7 @@ def test_the_line_that_tells(log: str, line: str) -> None:
 def test_settings_become_words_that_mean_the_same(engine: str, serving: Serving) -> None:
     found = spelling.spelled(engine, serving)
     assert not found.variables
-    again = spelling.planned(
+    again = words_of.planned(
         engine, ["-m", "x", *found.options] if engine == "llama.cpp" else ["x", *found.options], plan(engine)
     )
     assert again.serving == serving
@@ -679,7 +680,7 @@ def test_live_llama_server_prints_what_kvctl_plans(tmp_path: Path, flags: tuple[
     (cache,) = [row for row in report.engine_log.rows if row.name == "cache"]
     assert cache.agrees
     # The line itself, character by character.
-    told = spelling.planned("llama.cpp", ["-m", str(path), *report.settings["command"].split()[5:]], plan("llama.cpp"))
+    told = words_of.planned("llama.cpp", ["-m", str(path), *report.settings["command"].split()[5:]], plan("llama.cpp"))
     assert told.contexts is not None
     from kvctl.size import size
 

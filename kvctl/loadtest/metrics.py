@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from kvctl.engines.metrics import NAMES, page_of
 from kvctl.errors import KvctlError
-from kvctl.loadtest.target import Client, page_of
+from kvctl.loadtest.target import Client
 from kvctl.record import Record
 
 _NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
@@ -38,61 +39,6 @@ _MOST_SHARE = 1.05
 """A share that is more is none: some version counts something else (vllm#20302)."""
 MOST_LOOKS = 2048
 """Samples that are kept: eight minutes and a half of four a second. Where there are more, two become one."""
-
-NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # vllm/v1/metrics/loggers.py; gpu_* until 0.9 (vllm#30041), prompt_tokens_cached from 0.16 on.
-    "vllm": {
-        "kv_use": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-        "running": ("vllm:num_requests_running",),
-        "waiting": ("vllm:num_requests_waiting",),
-        "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-        "prompt_tokens": ("vllm:prompt_tokens_total",),
-        "output_tokens": ("vllm:generation_tokens_total",),
-        "cached_tokens": ("vllm:prompt_tokens_cached_total",),
-        "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
-        "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
-        "requests": ("vllm:request_success_total",),
-        "ttft_seconds": ("vllm:time_to_first_token_seconds_sum",),
-        "ttft_requests": ("vllm:time_to_first_token_seconds_count",),
-    },
-    # sglang/srt/observability/metrics_collector.py
-    "sglang": {
-        "kv_use": ("sglang:token_usage",),
-        "running": ("sglang:num_running_reqs",),
-        "waiting": ("sglang:num_queue_reqs",),
-        "kv_tokens": ("sglang:num_used_tokens",),
-        "preemptions": ("sglang:num_retracted_requests_total", "sglang:num_retractions"),
-        "prompt_tokens": ("sglang:prompt_tokens_total",),
-        "output_tokens": ("sglang:generation_tokens_total",),
-        "cached_tokens": ("sglang:cached_tokens_total",),
-        "requests": ("sglang:num_requests_total",),
-        "ttft_seconds": ("sglang:time_to_first_token_seconds_sum",),
-        "ttft_requests": ("sglang:time_to_first_token_seconds_count",),
-    },
-    # tools/server/server.cpp: no use of the cache; that comes from /slots.
-    "llama.cpp": {
-        "running": ("llamacpp:requests_processing",),
-        "waiting": ("llamacpp:requests_deferred",),
-        "prompt_tokens": ("llamacpp:prompt_tokens_total",),
-        "output_tokens": ("llamacpp:tokens_predicted_total",),
-        "cached_tokens": ("llamacpp:prompt_tokens_cached_total",),
-    },
-    # TGI's router: docs/source/reference/metrics.md
-    "tgi": {
-        "running": ("tgi_batch_current_size",),
-        "waiting": ("tgi_queue_size",),
-        "requests": ("tgi_request_success",),
-    },
-    # tensorrt_llm/metrics/collector.py; the numbers of requests in later versions only. It has the page with return_perf_metrics: true.
-    "tensorrt-llm": {
-        "kv_use": ("trtllm_kv_cache_utilization",),
-        "running": ("trtllm_num_requests_running",),
-        "waiting": ("trtllm_num_requests_waiting",),
-        "requests": ("trtllm_request_success_total",),
-        "ttft_seconds": ("trtllm_time_to_first_token_seconds_sum",),
-        "ttft_requests": ("trtllm_time_to_first_token_seconds_count",),
-    },
-}
 
 
 class Sample(Record):

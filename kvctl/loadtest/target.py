@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvctl.engines.metrics import page_of
 from kvctl.errors import KvctlError, UsageError
 from kvctl.loadtest.answers import wait_of
 from kvctl.loadtest.connection import Address
@@ -294,11 +295,6 @@ def _netloc(name: str, port: int) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def page_of(engine: str) -> str:
-    """Where an engine has its page of metrics: TensorRT-LLM's /metrics is another thing, which is gone once it was read."""
-    return "/prometheus/metrics" if engine == "tensorrt-llm" else "/metrics"
 
 
 def look(client: Client) -> Server:

@@ -45,7 +45,8 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
         "LLAMA_ARG_SPEC_TYPE": "--spec-type", "LLAMA_ARG_SPEC_DRAFT_N_MAX": "--spec-draft-n-max",
         "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K": "-ctkd", "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V": "-ctvd",
         "LLAMA_ARG_SWA_FULL": "--swa-full", "LLAMA_ARG_NO_KV_OFFLOAD": "-nkvo",
-        "LLAMA_ARG_N_GPU_LAYERS": "-ngl",
+        "LLAMA_ARG_N_GPU_LAYERS": "-ngl", "LLAMA_ARG_TENSOR_SPLIT": "-ts", "LLAMA_ARG_FIT": "-fit", "LLAMA_ARG_FIT_TARGET": "--fit-target",
+        "LLAMA_ARG_KV_UNIFIED_PER_SLOT": "--kv-unified-per-slot", "LLAMA_ARG_CACHE_RAM": "-cram",
     },
 }  # fmt: skip
 
@@ -194,6 +195,8 @@ class _Reader:
                 yield name, value
             elif value.lower() in ("1", "true", "on", "enabled"):
                 yield name, None
+            elif name in self.flags and self.flags[name].off and value.lower() in ("0", "false", "off", "disabled"):
+                yield self.flags[name].off[0], None
 
     def _with_files(self, words: Sequence[str]) -> list[str]:
         """The words with those of configuration files before them: what stands on the command line wins."""

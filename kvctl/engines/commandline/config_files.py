@@ -18,8 +18,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 _LONGEST = 1_000_000
 _MOST = 10_000
 """Values in it at most."""
-# Of TensorRT-LLM's file: its keys, and what they are called on a command line here.
-_TENSORRT = {
+TENSORRT_LLM = {
     "tensor_parallel_size": "--tp_size", "pipeline_parallel_size": "--pp_size", "max_seq_len": "--max_seq_len",
     "max_batch_size": "--max_batch_size", "enable_attention_dp": "--enable-attention-dp",
     "kv_cache_config.tokens_per_block": "--tokens-per-block", "kv_cache_config.dtype": "--kv_cache_dtype",
@@ -27,6 +26,7 @@ _TENSORRT = {
     "kv_cache_config.free_gpu_memory_fraction": "--kv_cache_free_gpu_memory_fraction",
     "kv_cache_config.use_kv_cache_manager_v2": "--use-kv-cache-manager-v2",
 }  # fmt: skip
+"""Of TensorRT-LLM's file: its keys, and what they are called on a command line here."""
 
 
 def words(engine: str, name: str, told: str | None = None) -> list[str] | None:
@@ -56,7 +56,7 @@ def words(engine: str, name: str, told: str | None = None) -> list[str] | None:
     if not isinstance(settings, Mapping) or not short(settings):
         raise UsageError(f"--engine-args: {path.name[:60]} is no YAML mapping of settings")
     if engine == "tensorrt-llm":
-        known = ((_TENSORRT[key], value) for key, value in _flat(settings, "") if key in _TENSORRT)
+        known = ((TENSORRT_LLM[key], value) for key, value in _flat(settings, "") if key in TENSORRT_LLM)
         return [word for flag, value in known for word in _word(flag, value)]
     return [word for key, value in settings.items() for word in _word(f"--{str(key).replace('_', '-')}", value)]
 
@@ -81,11 +81,12 @@ def _flat(settings: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 
 def _word(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool) and flag == TENSORRT_LLM["kv_cache_config.use_kv_cache_manager_v2"]:
+        return [flag, "on" if value else "off"]  # where a third word leaves it open
     if value is None or value is False:
         return []
     if value is True:
-        # A switch; an option that takes on or off reads this too.
-        return [flag] if flag != "--use-kv-cache-manager-v2" else [flag, "on"]
+        return [flag]
     if isinstance(value, list):
         return [f"{flag}={','.join(map(str, value))}"]
     if isinstance(value, Mapping):

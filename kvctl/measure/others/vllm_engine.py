@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvctl.engines.spelling import spelled
 from kvctl.errors import KvctlError, UsageError
 from kvctl.measure.others import beside
 from kvctl.measure.others.ask import EngineAsk, not_found
 from kvctl.measure.others.process import Child
 from kvctl.measure.others.timing import Arrivals, steps
-from kvctl.measure.others.words import formats, planned, spelled
+from kvctl.measure.others.words import formats, planned
 from kvctl.measure.report import Point, ProfileReport
 from kvctl.measure.run import Progress
 from kvctl.record import Record

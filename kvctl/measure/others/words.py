@@ -2,94 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
-from kvctl.allocation import Serving
 from kvctl.engines import commandline
 from kvctl.engines import engine as find_engine
-from kvctl.engines.flags import COUNTS, FLAGS, GIB, OBJECT, ON_OFF, SHARES, Flag, serving
+from kvctl.engines.flags import serving
+from kvctl.engines.spelling import COMMANDS
 from kvctl.errors import UsageError
 from kvctl.formats import TORCH_NAMES, model_dtype
-from kvctl.record import Record
 from kvctl.size import SizePlan
-from kvctl.units import GIB as GIB_BYTES
-
-_COMMANDS = {"llama.cpp": "llama-server", "vllm": "vllm serve"}
-_KNOWN_OTHERWISE = {"draft", "encoder"}
-"""What no word says: facts of another model."""
-
-
-class Words(Record):
-    """How an engine is told its settings."""
-
-    options: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...] = ()
-    """Settings that only the environment has, with their values."""
-
-
-def spelled(engine: str, told: Serving) -> Words:
-    """What of `told` is not the engine's default, in its own spelling.
-
-    Raises:
-        UsageError: a setting that it has no word for.
-
-    """
-    usual = Serving()
-    options: list[str] = []
-    variables: list[tuple[str, str]] = []
-    done: set[str] = set()
-    # A setting that has an option is not told by a variable as well.
-    rows = sorted((flag for flag in FLAGS if engine in flag.engines), key=lambda flag: not _options(flag, engine))
-    for flag in rows:
-        value = getattr(told, flag.field)
-        if value is None or value == getattr(usual, flag.field) or flag.field in done:
-            continue
-        names = _options(flag, engine)
-        if flag.kind.read is None:
-            name = names[0] if names and value == flag.value else next(iter(flag.off), None)
-            if name is None or value not in (flag.value, not flag.value):
-                continue
-            options.append(name)
-        elif names:
-            options += [names[0], *_texts(flag, value)]
-        elif flag.names[engine]:
-            variables.append((flag.names[engine][0], ",".join(_texts(flag, value))))
-        else:
-            continue
-        done.add(flag.field)
-    left = [
-        name
-        for name in Serving._fields
-        if name not in done | _KNOWN_OTHERWISE and getattr(told, name) != getattr(usual, name)
-    ]
-    if left:
-        spelling = next((name for flag in FLAGS if flag.field == left[0] for name in flag.spellings), left[0])
-        raise UsageError(f"{spelling}: {_COMMANDS[engine]} has no such setting", hint="leave it out")
-    return Words(tuple(options), tuple(variables))
-
-
-def _options(flag: Flag, engine: str) -> list[str]:
-    """Spellings as an option, long ones first."""
-    return sorted(
-        (name for name in flag.names[engine] if name.startswith("-")), key=lambda name: not name.startswith("--")
-    )
-
-
-def _texts(flag: Flag, value: Any) -> list[str]:
-    if flag.kind is OBJECT:
-        return [json.dumps(dict(value))]
-    if flag.kind is ON_OFF:
-        return ["on" if value else "off"]
-    if flag.kind is GIB:
-        return [f"{value / GIB_BYTES!r}"]
-    if flag.kind is COUNTS:
-        return [str(part) for part in value]
-    if flag.kind is SHARES:
-        return [",".join(f"{part:g}" for part in value)]
-    return [str(value)]
 
 
 def formats(engine: str, plan: SizePlan) -> list[str]:
@@ -117,7 +39,7 @@ def planned(engine: str, words: Sequence[str], plan: SizePlan, rules: str = "") 
         UsageError: a word that no such engine has, or a value that it does not know.
 
     """
-    said = commandline.read(f"{_COMMANDS[engine]} {shlex.join(words)}", engine)
+    said = commandline.read(f"{COMMANDS[engine]} {shlex.join(words)}", engine)
     found = find_engine(rules or engine)
     common = said.common
     told = serving(engine, said.flags, strict=True).replace(draft=plan.serving.draft)

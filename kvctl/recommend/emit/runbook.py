@@ -1,0 +1,215 @@
+"""A runbook in Markdown: what was chosen, how it is started and checked, and what to do when an alarm fires."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from kvctl.errors import UsageError
+from kvctl.recommend.emit import images
+from kvctl.recommend.emit.command import served
+from kvctl.recommend.emit.containers import health_of
+from kvctl.recommend.emit.documents import title
+from kvctl.recommend.emit.prometheus import Alert, alerts
+from kvctl.recommend.emit.script import script
+from kvctl.units import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvctl.recommend.deployment import Deployment
+    from kvctl.recommend.emit.site import Promise, Site
+
+
+def runbook(deployment: Deployment, site: Site, promise: Promise) -> str:
+    """The whole of it.
+
+    Raises:
+        UsageError: the engine cannot be started so.
+
+    """
+    parts = [
+        f"# {site.name}\n\n{title(deployment)}.\n",
+        _chosen(deployment, promise),
+        _before(deployment, site),
+        _start(deployment, site),
+        _log(deployment, promise),
+        _checks(deployment, site, promise),
+        _alarms(deployment, site, promise),
+        _back(site),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _code(text: str, language: str = "sh") -> str:
+    return f"```{language}\n{text.rstrip()}\n```\n"
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _chosen(deployment: Deployment, promise: Promise) -> str:
+    serving = deployment.serving
+    rows = [("model", deployment.model), ("weights", f"{deployment.weights} ({_how(deployment)})"),
+            ("KV cache", f"{deployment.kv_dtype}" + (f", {format_bytes(serving.kv_budget)} on each rank" if serving.kv_budget else "")),
+            ("longest request", f"{deployment.context:,} tokens, prompt and answer")]  # fmt: skip
+    if at_once := serving.max_sequences or serving.slots:
+        each = f" on each of {deployment.replicas:,} servers" if deployment.replicas > 1 else ""
+        rows.append(("requests in a batch", f"{at_once:,}{each}"))
+    if deployment.all_gpus:
+        rows.append(("GPUs", f"{deployment.all_gpus:,} × {deployment.device.name}"))
+    ranks = {"tensor": serving.tensor_parallel, "pipeline": serving.pipeline_parallel, "data": serving.data_parallel,
+             "decode context": serving.decode_context_parallel}  # fmt: skip
+    if said := ", ".join(f"{kind} {count}" for kind, count in ranks.items() if count and count > 1):
+        rows.append(("parallelism", said + (", experts whole" if serving.expert_parallel else "")))
+    if (asked := _asked(promise)) != "":
+        rows.append(("meant to hold", asked))
+    table = "| | |\n|---|---|\n" + "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows)
+    why = f"\n{_list(promise.why)}" if promise.why else ""
+    return f"## What was chosen\n\n{table}{why}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _how(deployment: Deployment) -> str:
+    return {
+        "stored": "as the checkpoint has them",
+        "load": "converted while they are loaded",
+        "make": "to be made first",
+    }[deployment.made]
+
+
+def _asked(promise: Promise) -> str:
+    parts = [f"{promise.concurrency:,} requests at once"] if promise.concurrency else []
+    if promise.rate:
+        parts.append(f"{promise.rate:g} requests a second")
+    if promise.ttft_s:
+        parts.append(f"first token in {format_seconds(promise.ttft_s)}")
+    if promise.tpot_s:
+        parts.append(f"{format_seconds(promise.tpot_s)} between tokens")
+    kept = f", kept by {promise.percent:g} of 100 requests" if promise.ttft_s or promise.tpot_s else ""
+    return ", ".join(parts) + kept
+
+
+def _before(deployment: Deployment, site: Site) -> str:
+    steps = [f"The models' folder is {site.folder} on every machine, or the PersistentVolumeClaim {site.claim}.",
+             f"A token of the Hub, where the model needs one: HF_TOKEN in the environment, in /etc/{site.name}.env, or in the Secret "
+             f"{site.secret}. It stands in none of the files."]  # fmt: skip
+    if deployment.nodes > 1:
+        steps.append(
+            "All nodes have the same image and the same folder of models, and reach one another on every port."
+        )
+    steps.append(f"The server asks for no key: let only what may use it reach port {site.port}.")
+    text = f"## Before\n\n{_list(steps)}"
+    if deployment.made == "make":
+        text += "\nThe weights have to be made first:\n\n" + _code(_make(deployment))
+    return text
+
+
+def _make(deployment: Deployment) -> str:
+    """The command that makes the weights."""
+    if deployment.model.lower().endswith(".gguf"):
+        return f"llama-quantize MODEL-F16.gguf {shlex.quote(deployment.model)} {deployment.weights.upper()}"
+    return shlex.join(["kvctl", "quantize", deployment.base, "--weights", deployment.weights, "-o", deployment.model])
+
+
+def _start(deployment: Deployment, site: Site) -> str:
+    ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment)]
+    return f"## Start\n\n{_code(script(deployment, site))}\nOr as a file, from the same plan:\n\n{_list(ways)}"
+
+
+def _ways(deployment: Deployment) -> list[tuple[str, str]]:
+    container = images.kind(deployment) != "metal" and deployment.engine.name != "transformers"
+    out = []
+    if container and deployment.nodes == 1:
+        out = [("compose", "`docker compose up -d`"), ("kubernetes", "`kubectl apply -f FILE`")]
+    elif container:
+        out = [("lws", "`kubectl apply -f FILE`, where the LeaderWorkerSet operator is installed")]
+    if images.kind(deployment) != "metal":
+        out.append(("systemd", "`systemctl enable --now NAME`"))
+    return out or [("command", "the line above")]
+
+
+def _log(deployment: Deployment, promise: Promise) -> str:
+    if not promise.log:
+        return ""
+    told = " llama-server prints them with `--verbosity 4`." if deployment.engine.name == "llama.cpp" else ""
+    return f"""## What its log should say
+
+These lines are predicted; other numbers mean that the engine found more or less memory than the plan has.{told}
+
+{_code(chr(10).join(promise.log), "text")}
+`kvctl size --from-log LOG` compares the whole log with the prediction, and says what accounts for a difference.
+"""
+
+
+def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
+    url = f"http://{site.host}:{site.port}"
+    health = _code(
+        f"curl --fail --silent --show-error {url}{health_of(deployment.engine.name)}\ncurl --silent {url}/v1/models"
+    )
+    test = ["kvctl", "serve-test", url, "--model", served(deployment, site)]
+    if promise.prompt_tokens:
+        test += ["-i", str(promise.prompt_tokens)]
+    if promise.output_tokens:
+        test += ["-o", str(promise.output_tokens)]
+    if promise.rate:
+        test += ["--rate", f"{promise.rate:g}", "--duration", "5m"]
+    elif promise.concurrency:
+        test += ["-c", str(promise.concurrency)]
+    slo = [
+        f"{name}={limit * 1000:g}ms" for name, limit in (("ttft", promise.ttft_s), ("tpot", promise.tpot_s)) if limit
+    ]
+    if slo:
+        test += ["--slo", ",".join([*slo, f"p{promise.percent:g}"])]
+    load = _code(shlex.join(test))
+    whole = f" and at the router of all {plural(deployment.replicas, 'server')}" if deployment.replicas > 1 else ""
+    verdict = "It exits with status 3 where the objective is missed. " if slo else ""
+    return f"""## Checks
+
+Does it answer, and with which models?
+
+{health}
+Does it hold what it is meant to hold?{f" (The load is that of all {deployment.replicas} servers: run it at the router.)" if whole else ""}
+
+{load}
+{verdict}There must be no preemptions, and no request may fail. Where the limit lies: the same with `--find-limit`.
+"""
+
+
+def _alarms(deployment: Deployment, site: Site, promise: Promise) -> str:
+    try:
+        rows = alerts(deployment, site, promise)
+    except UsageError as error:
+        return (
+            f"## Alarms\n\n{error.message[0].upper()}{error.message[1:]}: repeat the checks above from time to time.\n"
+        )
+    table = "".join(f"| [{row.name}](#{row.name.lower()}) | {_cell(row.summary)} | {row.lasts} |\n" for row in rows)
+    whole = "".join(_alarm(row) for row in rows)
+    return f"""## Alarms
+
+`--emit alerts` has these as rules for Prometheus.
+
+| alarm | fires where | for |
+|---|---|---|
+{table}
+{whole.rstrip()}
+"""
+
+
+def _alarm(row: Alert) -> str:
+    return f"### {row.name}\n\n{row.summary}.\n\n{_code(row.expression, 'promql')}\n{_list(row.do)}\n"
+
+
+def _back(site: Site) -> str:
+    steps = [
+        "Keep the files of the version that runs before you put new ones in their place.",
+        "docker compose: put the old file back, `docker compose up -d`.",
+        f"Kubernetes: `kubectl rollout undo deployment/{site.name}`; a LeaderWorkerSet: apply the old file.",
+        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {site.name}`.",
+        "Then run the checks again.",
+    ]
+    return f"## Back to what ran before\n\n{_list(steps)}"

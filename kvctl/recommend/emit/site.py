@@ -1,0 +1,94 @@
+"""Where a deployment runs and under which names, and what it is meant to hold."""
+
+from __future__ import annotations
+
+import re
+
+from kvctl.errors import UsageError
+from kvctl.record import Record
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST = 52
+"""Kubernetes takes 63 letters, and a LeaderWorkerSet puts numbers of groups and pods behind a name."""
+
+
+class Site(Record):
+    """Names, places and accounts; every one has a default that runs."""
+
+    name: str = "llm"
+    """Of the service, the unit, the job of Prometheus."""
+    served: str | None = None
+    """What requests call the model; None: as it was asked for."""
+    port: int = 8000
+    host: str = "127.0.0.1"
+    """Where a server that runs outside of a container listens."""
+    image: str | None = None
+    """None: the engine's own, of the version that the rules are for."""
+    user: str = "llm"
+    folder: str = "/srv/models"
+    """Models on each machine: local ones, and those that are downloaded."""
+    claim: str = "models"
+    """The PersistentVolumeClaim with the same in it."""
+    secret: str = "hf-token"
+    """The Secret whose key `token` is one of the Hugging Face Hub; it need not be there."""
+    programs: str = "/usr/local/bin"
+    """Where a systemd unit looks for the engine."""
+    machine_gpus: int = 8
+    """In one machine, for servers side by side."""
+    ray: bool = False
+    """Whether vLLM joins several nodes through Ray, not through its own processes."""
+    start_s: int = 1800
+    """Seconds that loading may take before a start counts as failed."""
+
+
+class Promise(Record):
+    """What the deployment is meant to hold; None is not asked for, empty is not known."""
+
+    ttft_s: float | None = None
+    """Seconds to the first token."""
+    tpot_s: float | None = None
+    """Seconds between tokens of a request."""
+    percent: float = 99.0
+    """Requests of a hundred that keep these times."""
+    concurrency: int | None = None
+    """Requests at once, of all replicas."""
+    rate: float | None = None
+    """Requests a second, of all replicas."""
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    hit_rate: float | None = None
+    """Share of prompt tokens that are counted on to be in the prefix cache."""
+    why: tuple[str, ...] = ()
+    """Sentences: why this configuration."""
+    log: tuple[str, ...] = ()
+    """Lines that the start-up log will print."""
+
+
+def check(site: Site) -> None:
+    """Refuses names and numbers that nothing could be started with.
+
+    Raises:
+        UsageError: a name that Kubernetes does not take, a port that is none, a path that is not absolute.
+
+    """
+    if not _NAME.fullmatch(site.name) or len(site.name) > _LONGEST:
+        raise UsageError(f"{site.name[:60]!r} is no name of a service",
+                         hint=f"at most {_LONGEST} of a-z, 0-9 and -, a letter first: {named(site.name)}")  # fmt: skip
+    if not 1 <= site.port <= 65535:
+        raise UsageError(f"{site.port} is no port", hint="from 1 to 65535")
+    for path in (site.folder, site.programs):
+        if not path.startswith("/") or any(letter.isspace() for letter in path):
+            raise UsageError(f"{path[:60]!r} is no absolute path without spaces", hint="/srv/models")
+    if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", site.user):
+        raise UsageError(f"{site.user[:40]!r} is no name of a user", hint="llm")
+    if site.start_s < 10:
+        raise UsageError(f"{site.start_s} seconds are too few to load a model", hint="at least 10")
+
+
+def named(model: str) -> str:
+    """A name of a service from that of a model: "Qwen/Qwen3-32B" is qwen3-32b."""
+    last = model.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
+    short = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[:_LONGEST].strip("-")
+    if not short:
+        return "llm"
+    return short if short[0].isalpha() else f"m-{short}"[:_LONGEST].strip("-")
