@@ -180,6 +180,7 @@ def price(data: Data, table: dict[str, Any]) -> Any:
 def cross(data: Data, folds: int = 8, *, by: str = "group") -> Any:
     """Predictions of every observation by a fit without its combination."""
     groups = sorted({getattr(o.point, by) for o in data.observed})
+    folds = min(folds, len(groups))
     rng = np.random.default_rng(0)
     of = dict(zip(groups, rng.permutation(len(groups)) % folds, strict=True))
     fold = np.array([of[getattr(o.point, by)] for o in data.observed])

@@ -88,7 +88,7 @@ def read(record: dict[str, Any]) -> Point | str:
     if fmt is None:
         return f"weights {record['weights']}"
     engine, generation = engine_of(record)
-    count, tp, pp = record["gpus"], record.get("tp"), record.get("pp") or 1
+    count, tp, pp = record.get("gpus") or 1, record.get("tp"), record.get("pp") or 1
     data, ep = record.get("attention_dp") or 1, record.get("moe_ep") or record.get("ep") or 1
     if tp is None:
         tp = count // pp
@@ -99,7 +99,7 @@ def read(record: dict[str, Any]) -> Point | str:
     if card.dies > 1 and "source counts" in record["gpu"]:
         # Cards, of which an engine sees every die: 70B parameters in 16 bits do not lie on two dies.
         count, tp = count * card.dies, tp * card.dies
-    name = record["kv_dtype"] or ""
+    name = record.get("kv_dtype") or ""
     kv = cache_format("fp8") if "fp8" in name.lower() else cache_format("q8_0") if "q8_0" in name else plain(BF16)
     if not name and fmt in ("fp8", "nvfp4") and engine in ("tensorrt-llm", "vllm"):
         # TensorRT-LLM's performance page: FP8 checkpoints set it. vLLM: as those runs are started, and as many requests need.
@@ -109,7 +109,7 @@ def read(record: dict[str, Any]) -> Point | str:
     return Point(
         id=record["id"], source=re.split(r" row|@", record["source"])[0], engine=engine, generation=generation, gpu=card.name, weights=fmt,
         group=f"{record['model']}|{record['gpu']}|{record['engine']}", spec=found, card=card, gpus=count, tensor=tp, pipeline=pp, data=data,
-        expert=ep > 1, fmt=fmt, kv=kv, input=record["input_len"], output=record["output_len"], concurrency=record["concurrency"],
+        expert=ep > 1, fmt=fmt, kv=kv, input=record.get("input_len"), output=record.get("output_len"), concurrency=record.get("concurrency"),
         before=record.get("prefix_in_kv") or 0, saturated=record.get("load") == "saturated", figures=figures, trust=grade,
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def weights(record: dict[str, Any], spec: ModelSpec) -> str | None:
 def engine_of(record: dict[str, Any]) -> tuple[str, str]:
     """kvctl's name of the engine, and "old" for those whose performance is of another age."""
     name = {"ollama": "llama.cpp", "TensorRT-LLM": "tensorrt-llm", "NIM (TensorRT-LLM)": "tensorrt-llm", "vLLM": "vllm", "SGLang": "sglang"}.get(record["engine"], record["engine"].lower())
-    version = str(record["engine_version"] or "")
+    version = str(record.get("engine_version") or "")
     number = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(number[1]), int(number[2])) if number else None
     old = False

@@ -21,8 +21,8 @@ from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
 from kvctl.units import format_bytes, plural
 
-Allowed = Callable[[Candidate], bool]
-"""What else a candidate has to meet: quality, objectives."""
+Allowed = Callable[[Ask, Candidate], bool]
+"""What else a candidate of a request has to meet: quality, objectives."""
 
 NODE = 8
 """GPUs that a node has at most, where more are looked for."""
@@ -45,7 +45,7 @@ class Near(Record):
     """What holds it."""
 
 
-def anything(_: Candidate) -> bool:
+def anything(_: Ask, __: Candidate) -> bool:
     return True
 
 
@@ -57,7 +57,7 @@ def nearest(ask: Ask, allowed: Allowed = anything) -> tuple[Near, ...]:
 
 def holding(ask: Ask, allowed: Allowed = anything) -> Candidate | None:
     """The first candidate that holds all that is asked for."""
-    return next((one for one in Search(ask).walk() if not one.queues and allowed(one)), None)
+    return next((one for one in Search(ask).walk() if not one.queues and allowed(ask, one)), None)
 
 
 def formats(ask: Ask, allowed: Allowed = anything) -> Near | None:
@@ -138,7 +138,7 @@ def shorter(ask: Ask, allowed: Allowed = anything) -> Near | None:
         return None
     best, least, most = None, 0, -(-ask.context // _STEP)
     for candidate in Search(at(_STEP)).walk():
-        if candidate.queues or not allowed(candidate):
+        if candidate.queues or not allowed(at(_STEP), candidate):
             continue
 
         def holds(steps: int, candidate: Candidate = candidate) -> bool:
@@ -156,7 +156,7 @@ def shorter(ask: Ask, allowed: Allowed = anything) -> Near | None:
 def _again(ask: Ask, candidate: Candidate, allowed: Allowed) -> Candidate | None:
     """A candidate for another request, where it holds that too."""
     found = Search(ask).again(candidate)
-    return None if isinstance(found, Rejection) or found.queues or not allowed(found) else found
+    return None if isinstance(found, Rejection) or found.queues or not allowed(ask, found) else found
 
 
 def fewer(ask: Ask, allowed: Allowed = anything) -> Near | None:

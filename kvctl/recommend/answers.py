@@ -1,0 +1,290 @@
+"""The one pure function of `kvctl recommend`: a request in, the best way to serve it and two that differ in kind out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvctl.formats import BF16, FP32, DType
+from kvctl.recommend.fits import Candidate, Rejection, search
+from kvctl.recommend.judge import Judge, Judged, order
+from kvctl.recommend.nearest import Near, nearest
+from kvctl.recommend.prices import Prices
+from kvctl.recommend.quality import Measured, Quality
+from kvctl.record import Record
+from kvctl.units import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from kvctl.recommend.advice import Advice
+    from kvctl.recommend.request import Ask
+    from kvctl.speed.calibrate import Measurement
+
+FASTER = 0.9
+"""Share of the best's time that another way has to stay under to count as faster."""
+FULL = 0.85
+"""Share of the pool from which on the cache is what binds first."""
+
+
+class Known(Record):
+    """What is known beside the request."""
+
+    prices: Prices = Prices()
+    measured: tuple[Measured, ...] = ()
+    """Losses measured on this model."""
+    measurements: tuple[Measurement, ...] = ()
+    """Speeds measured on such hardware."""
+    found_share: float | None = None
+    """Share of prompt tokens that a replayed trace finds in the cache."""
+
+
+class Answer(Record):
+    """One way to serve, and why."""
+
+    kind: str
+    """best, cheaper, faster, higher quality, or another engine."""
+    judged: Judged
+    why: tuple[str, ...]
+    binds: str
+    """What runs out first."""
+    change: str
+    """What to change next for more."""
+
+
+class Left(Record):
+    """Candidates that fit and were not chosen, by what they miss."""
+
+    why: str
+    count: int
+    nearest: Judged
+    """The best of them."""
+
+
+class Recommendation(Record):
+    """All of it."""
+
+    ask: Ask
+    answers: tuple[Answer, ...]
+    """None where nothing meets the request."""
+    left: tuple[Left, ...]
+    rejections: tuple[Rejection, ...]
+    tried: int
+    fitting: int
+    nearest: tuple[Near, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    limit: float
+    """Percent that may be lost."""
+    impossible: tuple[str, ...] = ()
+    """Objectives that nothing meets even with one request alone, in words."""
+    best_missing: Judged | None = None
+    """Where nothing meets the request: what comes nearest to it on this hardware."""
+
+    @property
+    def met(self) -> bool:
+        return bool(self.answers)
+
+
+def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> Recommendation:
+    """The answer to a request; the same for the same request."""
+    known = known or Known()
+    judge = judge_of(ask, known)
+    found = search(ask)
+    judged = [judge.judge(one, place) for place, one in enumerate(found.candidates)]
+    ranked = sorted(judged, key=lambda one: order(ask.goal, one))
+    good = [one for one in ranked if one.meets]
+    answers = _answers(ask, good)
+    notes = list(ask.notes)
+    if ask.max_quality_loss is None:
+        notes.append(f"formats that lose more than {judge.limit:g}% are left out; --max-quality-loss sets another bound")
+    near: tuple[Near, ...] = ()
+    impossible: tuple[str, ...] = ()
+    if not good:
+        impossible = _impossible(ask, judge, judged)
+        near = () if impossible else nearest(ask, _allowed(known))
+    advice: tuple[Advice, ...] = ()
+    if answers and advise:
+        from kvctl.recommend.cases import advice_for
+
+        advice = advice_for(answers[0].judged, ask, judge, known, found)
+    return Recommendation(
+        ask, answers, _left(ask, ranked, answers), found.rejections, found.tried, len(found.candidates), near, advice, tuple(notes),
+        judge.limit, impossible, ranked[0] if ranked and not good else None,
+    )  # fmt: skip
+
+
+def _allowed(known: Known) -> Callable[[Ask, Candidate], bool]:
+    """Whether a candidate of a changed request meets that."""
+    judges: dict[Ask, Judge] = {}
+
+    def allowed(ask: Ask, candidate: Candidate) -> bool:
+        if ask not in judges:
+            judges[ask] = judge_of(ask, known)
+        return judges[ask].judge(candidate).meets
+
+    return allowed
+
+
+def judge_of(ask: Ask, known: Known) -> Judge:
+    """What judges the candidates of a request."""
+    from kvctl.recommend.checkpoints import stored_format
+
+    spec = ask.spec
+    dtype = spec.dtype
+    parameters = spec.weights.parameters if spec.weights is not None else None
+    quality = Quality(spec.id, parameters, stored_format(spec), known.measured)
+    return Judge(ask, quality, known.prices, BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype, known.measurements)
+
+
+# -- what differs in kind ----------------------------------------------------------------------
+
+
+def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
+    """The best, and two that differ from it in kind: cheaper, faster, of higher quality, or another engine's."""
+    if not good:
+        return ()
+    best = good[0]
+    chosen: list[tuple[str, Judged]] = [("best", best)]
+    kinds: tuple[tuple[str, str, Callable[[Judged], bool]], ...] = (
+        ("cheaper", "cost", lambda one: _money(one) < _money(best)),
+        ("faster", "latency", lambda one: one.total < FASTER * best.total),
+        ("higher quality", "quality", lambda one: _lost(one) < _lost(best) - 0.05),
+        ("more throughput", "throughput", lambda one: _rate(one) > _rate(best) / FASTER),
+        ("another engine", ask.goal, lambda one: one.candidate.deployment.engine.name not in {
+            other.candidate.deployment.engine.name for _, other in chosen}),
+    )  # fmt: skip
+    for kind, goal, differs in kinds:
+        if len(chosen) == 3:
+            break
+        taken = {one.place for _, one in chosen}
+        others = [one for one in good if one.place not in taken and differs(one)]
+        if others:
+            chosen.append((kind, min(others, key=lambda one: order(goal, one))))
+    return tuple(_answer(kind, one, best, ask) for kind, one in chosen)
+
+
+def _money(one: Judged) -> float:
+    return one.cost.per_hour if one.cost.per_hour is not None else float(one.cost.gpus)
+
+
+def _lost(one: Judged) -> float:
+    return one.loss.percent.mid if one.loss.percent is not None else float("inf")
+
+
+def _rate(one: Judged) -> float:
+    return one.speed.output_rate.mid if one.speed is not None else 0.0
+
+
+def _answer(kind: str, one: Judged, best: Judged, ask: Ask) -> Answer:
+    binds, change = binding(one, ask)
+    return Answer(kind, one, tuple(_why(kind, one, best, ask)), binds, change)
+
+
+def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
+    """Sentences for people, each with its numbers."""
+    candidate, deployment = one.candidate, one.candidate.deployment
+    out = []
+    if kind == "best":
+        words = {"throughput": "most output tokens a second", "latency": "shortest requests", "cost": "fewest GPUs or least money",
+                 "context": "most tokens in the cache", "quality": "least loss"}[ask.goal]  # fmt: skip
+        out.append(f"{words} of all that meets the request")
+    elif kind == "cheaper":
+        out.append(f"{plural(one.cost.gpus, 'GPU')} instead of {best.cost.gpus}")
+    elif kind == "faster" and one.speed is not None and best.speed is not None:
+        out.append(f"a request takes {format_seconds(one.total)} instead of {format_seconds(best.total)}")
+    elif kind == "higher quality":
+        out.append(f"loses {_percent(one)} instead of {_percent(best)}")
+    elif kind == "more throughput":
+        out.append(f"{_rate(one):,.0f} output tokens a second instead of {_rate(best):,.0f}")
+    if candidate.asked is not None:
+        out.append(f"holds {plural(candidate.at_once, 'request')} of {ask.context:,} tokens at once")
+    else:
+        out.append(f"holds {plural(candidate.usual_at_once, 'usual request')} at once")
+    if deployment.made == "make":
+        out.append(f"first: {candidate.checkpoint.how}")
+    elif deployment.made == "load":
+        out.append(candidate.checkpoint.how)
+    elif deployment.model != deployment.base:
+        out.append(f"loads {deployment.model}, {candidate.checkpoint.source}")
+    if one.meets and not one.sure:
+        out.append("meets the request at its likeliest figures, not at the far end of all ranges")
+    return out
+
+
+def _percent(one: Judged) -> str:
+    return "an unknown share" if one.loss.percent is None else f"{one.loss.percent.mid:.2g}%"
+
+
+def binding(one: Judged, ask: Ask) -> tuple[str, str]:
+    """What runs out first as the load grows, and what to change then."""
+    candidate = one.candidate
+    stack, count = candidate.stack, candidate.asked or candidate.usual_at_once
+    used = stack.kv / stack.pool if stack.pool else 1.0
+    if candidate.queues or used >= FULL:
+        words = f"the cache: {format_bytes(stack.kv)} of {format_bytes(stack.pool)} are promised to {plural(count, 'request')}"
+        quarter = candidate.deployment.kv_dtype in ("auto",)
+        return words, "a cache in 8 bits holds about twice as much" if quarter else "more GPUs, or shorter requests"
+    if one.speed is None:
+        return "not known: its speed is not", "--verify measures it"
+    bound = one.speed.decode_bound
+    spare = f"; the cache would hold {stack.pool / max(stack.kv, 1):.1f} times as much"
+    more = {
+        "weights": ("reading weights in every step", "more requests at once share them; fewer bits, or more tensor-parallel ranks"),
+        "cache": ("reading the cache in every step", "a cache in fewer bits, or shorter requests"),
+        "compute": ("arithmetic in every step", "more GPUs, or weights in a format that tensor cores multiply faster"),
+        "communication": ("exchange between GPUs", "fewer tensor-parallel ranks and more replicas"),
+        "overhead": ("launches and scheduling", "more requests at once; they cost little more"),
+    }
+    words, change = more[bound]
+    return words + spare, change
+
+
+def _impossible(ask: Ask, judge: Judge, judged: Sequence[Judged]) -> tuple[str, ...]:
+    """Objectives that no candidate meets even with one request alone."""
+    out = []
+    for name, limit in (("ttft", ask.ttft), ("tpot", ask.tpot)):
+        if limit is None or not judged:
+            continue
+        alone = []
+        for one in judged:
+            if one.speed is None:
+                return ()
+            alone.append((getattr(judge.prepared(one.candidate).at(ask.prompt, ask.answer, 1.0), name).mid, one.place, one))
+        least, _, one = min(alone, key=lambda row: row[:2])
+        if least > limit:
+            out.append(f"{name.upper()} of {format_seconds(limit)}: one request alone has {format_seconds(least)} at best, "
+                       f"with {summary(one)}")  # fmt: skip
+    return tuple(out)
+
+
+def summary(one: Judged) -> str:
+    """A candidate in a few words."""
+    return in_words(one.candidate)
+
+
+def in_words(candidate: Candidate) -> str:
+    """Engine, GPUs and split, formats."""
+    deployment, split = candidate.deployment, candidate.split
+    where = "on the host"
+    if deployment.all_gpus:
+        where = f"on {plural(deployment.all_gpus, 'GPU')}"
+        parts = [f"TP {split.tensor}"] if split.tensor > 1 else []
+        parts += [f"PP {split.pipeline}"] if split.pipeline > 1 else []
+        parts += [f"attention on {split.data} ranks of their own, experts spread"] if split.data > 1 else []
+        parts += [f"DCP {split.dealt}"] if split.dealt > 1 else []
+        parts += [f"{deployment.replicas} replicas"] if deployment.replicas > 1 else []
+        where += f" ({', '.join(parts)})" if parts else ""
+    cache = "" if deployment.kv_dtype == "auto" else f", cache in {deployment.kv_dtype}"
+    return f"{deployment.engine.name} {where}, weights in {deployment.weights}{cache}"
+
+
+def _left(ask: Ask, ranked: Sequence[Judged], answers: Sequence[Answer]) -> tuple[Left, ...]:
+    """What fits and was not chosen, by the first thing that it misses."""
+    chosen = {answer.judged.place for answer in answers}
+    groups: dict[str, list[Judged]] = {}
+    for one in ranked:
+        if one.place in chosen:
+            continue
+        why = one.missed[0].partition(":")[0] if one.missed else f"less {'for' if ask.goal == 'cost' else 'of'} the goal, {ask.goal}"
+        why = "requests wait: the cache holds fewer at once" if why.endswith("run at once") else why
+        groups.setdefault(why, []).append(one)
+    return tuple(Left(why, len(group), group[0]) for why, group in groups.items())

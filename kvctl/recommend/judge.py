@@ -1,0 +1,216 @@
+"""How good a candidate is: its speed under the load, what its formats lose, what it costs, and whether that meets what is asked."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvctl.errors import ConfigError, KvctlError
+from kvctl.formats import plain
+from kvctl.recommend.prices import Cost, Prices, cost
+from kvctl.record import Record
+from kvctl.spec import Formats
+from kvctl.speed import Prepared, Range, Setup, Speed, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvctl.formats import DType
+    from kvctl.recommend.fits import Candidate
+    from kvctl.recommend.quality import Loss, Quality
+    from kvctl.recommend.request import Ask
+    from kvctl.speed.calibrate import Measurement
+
+USUAL_LOSS = 1.0
+"""Percent that may be lost where nobody says how much: what makers of quantized checkpoints call lossless."""
+STEP = 1.05
+"""Figures within so much of each other count as equal: predictions are less exact than that."""
+_MADE = ("stored", "load", "make")
+
+
+class Judged(Record):
+    """One candidate, with what speaks for it."""
+
+    candidate: Candidate
+    speed: Speed | None
+    no_speed: str
+    """Why its speed is not known; empty where it is."""
+    loss: Loss
+    cost: Cost
+    missed: tuple[str, ...]
+    """What it does not meet, in words; none where it meets all."""
+    sure: bool
+    """Whether it meets all even at the far end of its ranges."""
+    place: int
+    """In the order of the space."""
+
+    @property
+    def meets(self) -> bool:
+        return not self.missed
+
+    @property
+    def total(self) -> float:
+        """Seconds of one request from its start to its end; infinite where that is not known."""
+        return math.inf if self.speed is None or not self.speed.sustained else 1 / self.per_second
+
+    @cached_property
+    def per_second(self) -> float:
+        speed = self.speed
+        assert speed is not None
+        return speed.request_rate.mid / max(speed.concurrency, 1e-9)
+
+
+class Judge:
+    """Judges candidates of one request."""
+
+    def __init__(
+        self, ask: Ask, quality: Quality, prices: Prices, dtype: DType, measurements: Sequence[Measurement] = ()
+    ) -> None:
+        self.ask, self.quality, self.prices, self.dtype, self.measurements = ask, quality, prices, dtype, measurements
+        self.limit = USUAL_LOSS if ask.max_quality_loss is None else ask.max_quality_loss
+        self._prepared: dict[tuple[object, ...], Prepared | KvctlError] = {}
+        self._losses: dict[tuple[str, str], Loss] = {}
+
+    def judge(self, candidate: Candidate, place: int = 0) -> Judged:
+        """One candidate."""
+        speed, why = self._speed(candidate)
+        loss = self.loss(candidate)
+        deployment = candidate.deployment
+        name = deployment.device.facts.name if deployment.device.facts is not None else deployment.device.name
+        price = cost(name, deployment.all_gpus, self.prices, None if speed is None else speed.output_rate)
+        missed, sure = self._missed(candidate, speed, why, loss)
+        return Judged(candidate, speed, why, loss, price, tuple(missed), sure and not missed, place)
+
+    # -- speed ------------------------------------------------------------------------------
+
+    def prepared(self, candidate: Candidate) -> Prepared:
+        """What its speed follows from.
+
+        Raises:
+            ConfigError: what it runs on, or its format, has no known speed.
+
+        """
+        deployment, split = candidate.deployment, candidate.split
+        key = (deployment.engine.name, deployment.weights, deployment.kv_dtype, split, deployment.replicas, deployment.serving.max_batched)
+        if key not in self._prepared:
+            try:
+                self._prepared[key] = self._prepare(candidate)
+            except KvctlError as error:
+                self._prepared[key] = error
+        found = self._prepared[key]
+        if isinstance(found, KvctlError):
+            raise found
+        return found
+
+    def _prepare(self, candidate: Candidate) -> Prepared:
+        from kvctl.speed.calibrate import calibration
+
+        deployment, split = candidate.deployment, candidate.split
+        device = deployment.device
+        if device.kind == "cpu" or device.facts is None:
+            what = "a host's processor" if device.kind == "cpu" else device.name
+            raise ConfigError(f"how fast {what} is, is not known: --verify measures it")
+        if device.mig:
+            raise ConfigError("how much of its card's speed a MIG slice has is not known")
+        key = value = plain(self.dtype)
+        if deployment.kv_dtype != "auto":
+            key = deployment.engine.kv_dtype(deployment.kv_dtype, "--kv-cache-dtype")
+            value = key.values or key
+        weights = "f16" if deployment.engine.slots and deployment.weights in ("bf16", "fp16") else deployment.weights
+        setup = Setup(
+            self.ask.spec, deployment.engine.name, device.facts, weights, Formats(self.dtype, key, value),
+            tensor=max(split.tensor // split.data, 1) if split.tensor > 1 else split.tensor,
+            pipeline=split.gpus if deployment.engine.slots else split.pipeline, data=split.data, expert=split.data > 1, dealt=split.dealt,
+            replicas=deployment.replicas, node=max(split.gpus, 1), batched=deployment.serving.max_batched,
+        )  # fmt: skip
+        return prepare(setup, calibration(setup, self.measurements))
+
+    def _speed(self, candidate: Candidate) -> tuple[Speed | None, str]:
+        ask = self.ask
+        try:
+            prepared = self.prepared(candidate)
+        except KvctlError as error:
+            return None, error.message
+        held = float(max(candidate.usual_at_once, 1))
+        if ask.rate is not None:
+            return prepared.coming(ask.prompt, ask.answer, ask.rate, held), ""
+        return prepared.at(ask.prompt, ask.answer, float(ask.concurrency or 1), held), ""
+
+    # -- quality ----------------------------------------------------------------------------
+
+    def loss(self, candidate: Candidate) -> Loss:
+        """What its formats lose together."""
+        key = candidate.deployment.weights, candidate.deployment.kv_dtype
+        if key not in self._losses:
+            self._losses[key] = self.quality.both(*key)
+        return self._losses[key]
+
+    def allowed(self, candidate: Candidate) -> bool:
+        """Whether its loss, and what it does under the load, are within what is asked."""
+        return self.judge(candidate).meets
+
+    # -- what it misses ---------------------------------------------------------------------
+
+    def _missed(self, candidate: Candidate, speed: Speed | None, why: str, loss: Loss) -> tuple[list[str], bool]:
+        ask, missed, sure = self.ask, [], True
+        if candidate.queues:
+            missed.append(f"{candidate.usual_at_once:,} of {ask.concurrency:,} requests run at once")
+        verdict = loss.allowed(self.limit)
+        if verdict in ("no", "unknown"):
+            told = "nobody published what it loses" if loss.percent is None else f"loses {loss.percent.mid:.2g}%"
+            missed.append(f"quality: {told}, and {self.limit:g}% is the most")
+        sure = sure and verdict == "yes"
+        for name, limit in (("ttft", ask.ttft), ("tpot", ask.tpot)):
+            if limit is None:
+                continue
+            if speed is None:
+                missed.append(f"{name.upper()}: {why}")
+                continue
+            figure: Range = getattr(speed, name)
+            if figure.mid > limit:
+                missed.append(f"{name.upper()}: {_seconds(figure.mid)}, and {_seconds(limit)} is the most")
+            sure = sure and figure.high <= limit
+        if speed is not None and not speed.sustained:
+            missed.append(f"rate: {speed.request_rate.mid:.3g} requests a second, and {ask.rate:g} come")
+        return missed, sure
+
+
+def _seconds(value: float) -> str:
+    from kvctl.units import format_seconds
+
+    return "never" if math.isinf(value) else format_seconds(value)
+
+
+# -- which is better ---------------------------------------------------------------------------
+
+
+def order(goal: str, one: Judged) -> tuple[float, ...]:
+    """What candidates are sorted by, least first; the same candidate has the same place in whatever company.
+
+    What meets the request goes before what does not, then the goal in steps of 5%; among equals what needs no preparation, fewer
+    GPUs and less loss, then the figures themselves.
+    """
+    speed, candidate = one.speed, one.candidate
+    lost = one.loss.percent.mid if one.loss.percent is not None else math.inf
+    rate = speed.output_rate.mid if speed is not None else 0.0
+    money = one.cost.per_hour if one.cost.per_hour is not None else float(one.cost.gpus)
+    late = speed.ttft.mid + speed.tpot.mid * 64 if speed is not None else math.inf
+    goals: dict[str, tuple[float, ...]] = {
+        "cost": (money, -_step(rate)),
+        "latency": (_step(one.total),),
+        "throughput": (-_step(rate),),
+        "context": (-_step(float(candidate.capacity or candidate.at_once * candidate.deployment.context)), -_step(rate)),
+        "quality": (round(max(lost, 0.0), 1), -_step(rate)),
+    }
+    return (
+        float(len(one.missed)), *goals[goal], float(_MADE.index(candidate.deployment.made)), float(one.cost.gpus), round(max(lost, 0.0), 1),
+        -rate, late, float(one.place),
+    )  # fmt: skip
+
+
+def _step(value: float) -> float:
+    """The step of 5% that a figure is in."""
+    if value <= 0 or math.isinf(value):
+        return value
+    return float(math.floor(math.log(value) / math.log(STEP)))
