@@ -11,8 +11,10 @@ import pytest
 
 from kvctl.engines import ENGINES
 from kvctl.errors import ConfigError, SourceError
+from kvctl.model import build_spec
 from kvctl.recommend import measured
-from kvctl.recommend.quality import Figure, Loss, Measured, Quality, address, figures, plain_name, published
+from kvctl.recommend.quality import Figure, Loss, Measured, Quality, address, figures, plain_name, published, quality_of
+from kvctl.sources import catalogue
 from kvctl.speed import Range
 from kvctl.weight_formats import FORMATS, GGUF_BITS
 
@@ -97,6 +99,23 @@ def test_16_bits_and_the_own_format_cost_nothing_and_say_why() -> None:
     assert percent(deepseek.weights("fp8-block")).high == 0.0
     assert percent(LARGE.weights("fp8-block")).high > 0.0
     assert percent(LARGE.cache("auto")).high == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("Qwen3-32B", "bf16"),
+        ("DeepSeek-V3", "fp8-block"),
+        ("gpt-oss-120b", "mxfp4"),
+        ("nvidia/Qwen3-32B-NVFP4", "nvfp4"),
+        ("RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic", "fp8-channel"),
+    ],
+)
+def test_the_own_format_is_what_the_checkpoint_says(name: str, own: str) -> None:
+    found = quality_of(build_spec(catalogue.find(name)))
+    assert found.own_weights == own
+    assert percent(found.weights(own)).high == 0.0
+    assert found.parameters
 
 
 @pytest.mark.parametrize("name", ["fp4", "nf4", "iq9_x"])

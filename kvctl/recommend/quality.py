@@ -14,15 +14,21 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvctl.formats import DType
 from kvctl.record import Record
 from kvctl.speed import Range
+
+if TYPE_CHECKING:
+    from kvctl.spec import ModelSpec
 
 NEAR = 10.0
 """Factor between parameters up to which one model's loss stands for another's."""
 _SIXTEEN = frozenset(("auto", "bf16", "bfloat16", "fp16", "float16", "f16", "half", "fp32", "float32", "f32"))
 _WEIGHTS = {"int4": "w4a16", "bnb-4bit": "nf4", "bnb-8bit": "int8", "llm.int8": "int8", "fp8-dynamic": "fp8-channel", "fp8_block": "fp8-block"}  # fmt: skip
+_COMPRESSED = {"float-quantized": "fp8-channel", "int-quantized": "w8a8", "pack-quantized": "w4a16"}
+"""Formats of compressed-tensors."""
 _CACHE = {
     "fp8_e4m3": "fp8",
     "fp8_inc": "fp8",
@@ -256,6 +262,21 @@ class Quality(Record):
             if (weights_name, cache_name) in result.both:
                 return result.both[weights_name, cache_name]
         return _upon(self.weights(weights), self.cache(cache))
+
+
+def quality_of(spec: ModelSpec, measured: Sequence[Measured] = ()) -> Quality:
+    """For a model as its configuration has it."""
+    from kvctl.errors import ConfigError
+    from kvctl.quantization import scheme
+
+    try:
+        found = scheme(spec.config)
+    except ConfigError:  # a format that kvctl does not count; what it costs is part of the model too
+        found = None
+    dtype = spec.dtype.name if isinstance(spec.dtype, DType) else None
+    own = dtype if found is None else _COMPRESSED.get(found.format.name, found.format.name)
+    parameters = None if spec.weights is None else spec.weights.parameters
+    return Quality(spec.id, parameters, own, tuple(measured))
 
 
 def _worse(losses: Sequence[Loss], name: str) -> Loss:

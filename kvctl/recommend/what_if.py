@@ -139,8 +139,8 @@ def compare(left: Side, right: Side) -> WhatIf:
             rows += _number("capacity", name, one, other, 1)
     for name, sign in SPEED.items():
         rows += _ranges("speed", name, left.speed.get(name), right.speed.get(name), sign, unknown)
-    lost = [None if side.loss is None else side.loss.percent for side in (left, right)]
-    rows += _ranges("quality", "loss", *lost, -1, unknown)
+    lost, other_lost = (None if side.loss is None else side.loss.percent for side in (left, right))
+    rows += _ranges("quality", "loss", lost, other_lost, -1, unknown)
     if left.cost is not None and right.cost is not None:
         rows += _number("cost", "gpus", left.cost.gpus, right.cost.gpus, -1)
         if left.cost.per_hour is not None and right.cost.per_hour is not None:
@@ -252,11 +252,9 @@ def _side(data: Mapping[str, Any]) -> Side:
 
 def _loss_range(value: Any) -> Range | None:
     """Of a loss: what is null is beyond all bounds."""
-    return (
-        None
-        if value is None
-        else _read_range({name: math.inf if one is None else one for name, one in _mapping(value).items()}, math.inf)
-    )
+    if value is None:
+        return None
+    return _read_range({name: math.inf if one is None else one for name, one in _mapping(value).items()}, math.inf)
 
 
 def _maybe_range(value: Any) -> Range | None:
