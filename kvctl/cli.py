@@ -62,6 +62,7 @@ COMMANDS: dict[str, Place | None] = {
     "profile": Place("quiet", ("llama.cpp", "vllm")),
     "quantize": None,
     "serve-test": None,
+    "recommend": None,
 }
 """Each is a module in kvctl.commands with a function of its name (_ for -); None: it has none of the engines' flags."""
 

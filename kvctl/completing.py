@@ -139,3 +139,28 @@ def complete_backends(incomplete: str) -> list[str]:
 
     names = ("kvctl", *(one.name for one in BACKENDS))
     return [name for name in names if name.startswith(incomplete.lower())]
+
+
+def complete_goals(incomplete: str) -> list[str]:
+    """What recommend may aim at."""
+    from kvctl.recommend.request import GOALS
+
+    return [name for name in GOALS if name.startswith(incomplete.lower())]
+
+
+def complete_servers(incomplete: str) -> list[str]:
+    """Engines that recommend considers, after the last comma."""
+    from kvctl.recommend.request import SERVERS
+
+    before, comma, last = incomplete.rpartition(",")
+    names = (*(() if comma else ("any",)), *SERVERS, "ollama")
+    return [before + comma + name for name in names if name.startswith(last.lower())]
+
+
+def complete_emit_kinds(incomplete: str) -> list[str]:
+    """What recommend writes, after the last comma."""
+    from kvctl.recommend.emit import KINDS
+
+    before, comma, last = incomplete.rpartition(",")
+    names = (*(() if comma else ("all",)), *(kind.name for kind in KINDS), "json")
+    return [before + comma + name for name in names if name.startswith(last.lower())]

@@ -95,7 +95,9 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     answers = _answers(ask, good)
     notes = list(ask.notes)
     if ask.max_quality_loss is None:
-        notes.append(f"formats that lose more than {judge.limit:g}% are left out; --max-quality-loss sets another bound")
+        notes.append(
+            f"formats that lose more than {judge.limit:g}% are left out; --max-quality-loss sets another bound"
+        )
     near: tuple[Near, ...] = ()
     impossible: tuple[str, ...] = ()
     if not good:
@@ -132,7 +134,9 @@ def judge_of(ask: Ask, known: Known) -> Judge:
     dtype = spec.dtype
     parameters = spec.weights.parameters if spec.weights is not None else None
     quality = Quality(spec.id, parameters, stored_format(spec), known.measured)
-    return Judge(ask, quality, known.prices, BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype, known.measurements)
+    return Judge(
+        ask, quality, known.prices, BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype, known.measurements
+    )
 
 
 # -- what differs in kind ----------------------------------------------------------------------
@@ -228,7 +232,10 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
     bound = one.speed.decode_bound
     spare = f"; the cache would hold {stack.pool / max(stack.kv, 1):.1f} times as much"
     more = {
-        "weights": ("reading weights in every step", "more requests at once share them; fewer bits, or more tensor-parallel ranks"),
+        "weights": (
+            "reading weights in every step",
+            "more requests at once share them; fewer bits, or more tensor-parallel ranks",
+        ),
         "cache": ("reading the cache in every step", "a cache in fewer bits, or shorter requests"),
         "compute": ("arithmetic in every step", "more GPUs, or weights in a format that tensor cores multiply faster"),
         "communication": ("exchange between GPUs", "fewer tensor-parallel ranks and more replicas"),
@@ -248,7 +255,9 @@ def _impossible(ask: Ask, judge: Judge, judged: Sequence[Judged]) -> tuple[str, 
         for one in judged:
             if one.speed is None:
                 return ()
-            alone.append((getattr(judge.prepared(one.candidate).at(ask.prompt, ask.answer, 1.0), name).mid, one.place, one))
+            alone.append(
+                (getattr(judge.prepared(one.candidate).at(ask.prompt, ask.answer, 1.0), name).mid, one.place, one)
+            )
         least, _, one = min(alone, key=lambda row: row[:2])
         if least > limit:
             out.append(f"{name.upper()} of {format_seconds(limit)}: one request alone has {format_seconds(least)} at best, "
@@ -284,7 +293,11 @@ def _left(ask: Ask, ranked: Sequence[Judged], answers: Sequence[Answer]) -> tupl
     for one in ranked:
         if one.place in chosen:
             continue
-        why = one.missed[0].partition(":")[0] if one.missed else f"less {'for' if ask.goal == 'cost' else 'of'} the goal, {ask.goal}"
+        why = (
+            one.missed[0].partition(":")[0]
+            if one.missed
+            else f"less {'for' if ask.goal == 'cost' else 'of'} the goal, {ask.goal}"
+        )
         why = "requests wait: the cache holds fewer at once" if why.endswith("run at once") else why
         groups.setdefault(why, []).append(one)
     return tuple(Left(why, len(group), group[0]) for why, group in groups.items())

@@ -72,9 +72,15 @@ def _caches(candidate: Candidate, alike: list[Candidate]) -> list[KvChoice]:
     seen: dict[str, KvChoice] = {}
     for other in alike:
         name = other.deployment.kv_dtype
-        if other.deployment.weights == candidate.deployment.weights and name not in seen and name != candidate.deployment.kv_dtype:
+        if (
+            other.deployment.weights == candidate.deployment.weights
+            and name not in seen
+            and name != candidate.deployment.kv_dtype
+        ):
             capacity = None if other.capacity is None else other.capacity // other.deployment.replicas
-            seen[name] = KvChoice(name, capacity, f"--kv-cache-dtype {name}" if not other.deployment.engine.slots else f"-ctk {name}")
+            seen[name] = KvChoice(
+                name, capacity, f"--kv-cache-dtype {name}" if not other.deployment.engine.slots else f"-ctk {name}"
+            )
     return list(seen.values())
 
 
@@ -97,7 +103,13 @@ def _siblings(ask: Ask) -> list[Sibling]:
         if spec.weights is None or spec.weights.parameters is None:
             continue
         try:
-            out.append(Sibling(spec.id, spec.weights.parameters, round(token_bytes(spec, min(ask.context, spec.max_context or ask.context)))))
+            out.append(
+                Sibling(
+                    spec.id,
+                    spec.weights.parameters,
+                    round(token_bytes(spec, min(ask.context, spec.max_context or ask.context))),
+                )
+            )
         except KvctlError:
             continue
     return out

@@ -92,7 +92,14 @@ class Judge:
 
         """
         deployment, split = candidate.deployment, candidate.split
-        key = (deployment.engine.name, deployment.weights, deployment.kv_dtype, split, deployment.replicas, deployment.serving.max_batched)
+        key = (
+            deployment.engine.name,
+            deployment.weights,
+            deployment.kv_dtype,
+            split,
+            deployment.replicas,
+            deployment.serving.max_batched,
+        )
         if key not in self._prepared:
             try:
                 self._prepared[key] = self._prepare(candidate)
@@ -200,7 +207,10 @@ def order(goal: str, one: Judged) -> tuple[float, ...]:
         "cost": (money, -_step(rate)),
         "latency": (_step(one.total),),
         "throughput": (-_step(rate),),
-        "context": (-_step(float(candidate.capacity or candidate.at_once * candidate.deployment.context)), -_step(rate)),
+        "context": (
+            -_step(float(candidate.capacity or candidate.at_once * candidate.deployment.context)),
+            -_step(rate),
+        ),
         "quality": (round(max(lost, 0.0), 1), -_step(rate)),
     }
     return (

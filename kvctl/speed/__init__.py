@@ -221,11 +221,20 @@ class Prepared(Record):
             return "tokens choose experts evenly"
         if layout.work.estimated:
             return "parameters are the published total, not counted from the architecture"
-        return f"prompts have {prompt:,} tokens and none is found in a cache" if prompt > 1 else "requests do not wait for prompts"
+        return (
+            f"prompts have {prompt:,} tokens and none is found in a cache"
+            if prompt > 1
+            else "requests do not wait for prompts"
+        )
 
 
 def _overhead(demand: Any, e: Any) -> float:
-    return float(demand.layers * e.layer + demand.expert_layers * e.expert_layer + demand.passes * e.step + demand.sequences * e.sequence)
+    return float(
+        demand.layers * e.layer
+        + demand.expert_layers * e.expert_layer
+        + demand.passes * e.step
+        + demand.sequences * e.sequence
+    )
 
 
 def _largest(parts: dict[str, Any]) -> str:
@@ -271,7 +280,18 @@ def layout_of(setup: Setup) -> Layout:
     if best is None:
         raise ConfigError(f"bandwidth or rate of {setup.card.name} is not known, and so no speed of it is")
     work = work_of(setup.spec, setup.formats)
-    return Layout(work, fmt, best, setup.tensor, setup.pipeline, setup.data, setup.expert, setup.node, NETWORK_GBS * 1e9, setup.dealt)
+    return Layout(
+        work,
+        fmt,
+        best,
+        setup.tensor,
+        setup.pipeline,
+        setup.data,
+        setup.expert,
+        setup.node,
+        NETWORK_GBS * 1e9,
+        setup.dealt,
+    )
 
 
 def prepare(setup: Setup, calibration: Calibration | None = None) -> Prepared:

@@ -62,7 +62,11 @@ def calibration(setup: Setup, measurements: Sequence[Measurement]) -> Calibratio
     mine = [one for one in alike if one.spec.id == setup.spec.id and one.tensor == setup.tensor] or alike
     ttft, tpot = [], []
     for one in mine:
-        prepared = prepare(setup.replace(spec=one.spec, tensor=one.tensor, pipeline=1, data=1, replicas=1, weights=one.weights or setup.weights))
+        prepared = prepare(
+            setup.replace(
+                spec=one.spec, tensor=one.tensor, pipeline=1, data=1, replicas=1, weights=one.weights or setup.weights
+            )
+        )
         first, between = prepared.seconds(one.prompt, one.answer, one.concurrency)
         ttft += [one.ttft / first] if one.ttft else []
         tpot += [one.tpot / between] if one.tpot else []

@@ -122,7 +122,9 @@ def step(layout: Layout, batch: float, length: float) -> Demand:
     stage_tokens = max(batch / layout.pipeline, 1.0)
     touched = work.touched(stage_tokens)
     read = (work.dense * dense + work.head * head) / ranks + touched * work.expert * each / layout.spread
-    multiplied = 2 * alone * (work.dense + work.head) / ranks + 2 * stage_tokens * work.chosen * work.expert / layout.spread
+    multiplied = (
+        2 * alone * (work.dense + work.head) / ranks + 2 * stage_tokens * work.chosen * work.expert / layout.spread
+    )
     cached = compared = 0.0
     for group in work.attends:
         seen = group.seen(max(int(length), 1))
@@ -138,7 +140,13 @@ def step(layout: Layout, batch: float, length: float) -> Demand:
 
 
 def prompt(
-    layout: Layout, tokens: float, count: float = 1.0, chunk: float = 8192.0, *, before: float = 0.0, pipelined: bool = False
+    layout: Layout,
+    tokens: float,
+    count: float = 1.0,
+    chunk: float = 8192.0,
+    *,
+    before: float = 0.0,
+    pipelined: bool = False,
 ) -> Demand:
     """Computing `count` prompts of `tokens`, in passes of at most `chunk` tokens, on one group of ranks.
 
@@ -149,7 +157,9 @@ def prompt(
     total = max(tokens * count, 1.0)
     passes = math.ceil(total / chunk)
     in_pass = total / passes
-    read = passes * ((work.dense * dense + work.head * head) / ranks + work.touched(in_pass) * work.expert * each / layout.spread)
+    read = passes * (
+        (work.dense * dense + work.head * head) / ranks + work.touched(in_pass) * work.expert * each / layout.spread
+    )
     # Groups that share the experts compute prompts at the same time: each has its own ranks' part of the operations.
     multiplied = 2 * total * (work.dense + work.chosen * work.expert) / ranks + 2 * count * work.head / ranks
     compared = cached = 0.0

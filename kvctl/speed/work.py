@@ -178,7 +178,10 @@ def _from_total(spec: ModelSpec, f: Fields, hidden: int, experts: int) -> tuple[
     if not experts:
         return max(rest, 0), 0, head, 0
     width, layers = _first(f, _WIDTH) or 0, len(spec.layers)
-    first, every = _first(f, ("first_k_dense_replace",)) or 0, _first(f, ("interleave_moe_layer_step", "moe_layer_freq")) or 1
+    first, every = (
+        _first(f, ("first_k_dense_replace",)) or 0,
+        _first(f, ("interleave_moe_layer_step", "moe_layer_freq")) or 1,
+    )
     listed = f.get("moe_layers")
     with_experts = len(listed) if isinstance(listed, list) else (layers - first) // every
     one = 3 * hidden * width * experts

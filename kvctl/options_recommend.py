@@ -1,0 +1,191 @@
+"""Options of `kvctl recommend`, read: requests, what is known beside them, and what is to be written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvctl.errors import UsageError
+from kvctl.units import parse_tokens
+
+if TYPE_CHECKING:
+    from kvctl.engines import Engine
+    from kvctl.hardware import Device
+    from kvctl.recommend.answers import Known
+    from kvctl.recommend.emit import Site
+    from kvctl.recommend.request import Ask
+    from kvctl.recommend.what_if import Side
+    from kvctl.spec import ModelSpec
+
+MOST_ROWS = 200
+"""Requests of a matrix."""
+
+
+def read_hardware(texts: Sequence[str]) -> tuple[tuple[Device, ...], ...]:
+    """Kinds of hardware: --gpu H100,8xH200,local; each is asked about for itself.
+
+    Raises:
+        UsageError: none is named, or a name that is not known.
+
+    """
+    from kvctl.hardware import read_gpus
+
+    names = [name for text in texts for name in _parts(text)]
+    if not names:
+        raise UsageError("--gpu names nothing to run on", hint="--gpu H100, --gpu 8xH200, --gpu local, --gpu cpu")
+    return tuple(tuple(read_gpus(name)) for name in names)
+
+
+def _parts(text: str) -> list[str]:
+    """Names between commas; the numbers of local:0,1 stay together."""
+    parts = [part.strip() for part in re.split(r",(?!\s*\d+\s*(?:,|$))", text)]
+    return [part for part in parts if part]
+
+
+def read_engines(text: str) -> tuple[Engine, ...]:
+    """--engine any, or names between commas."""
+    from kvctl.engines import engine
+
+    if text.strip().lower() == "any":
+        return ()
+    return tuple(engine(name) for name in (part.strip() for part in text.split(",")) if name)
+
+
+def read_slo(text: str | None) -> tuple[float | None, float | None, float]:
+    """Seconds to the first token and between tokens at most, and how many requests of a hundred keep them."""
+    from kvctl.options_serve import read_slo as read
+
+    found, percent = read(text, scheduled=True)
+    if found is None:
+        return None, None, percent
+    if found.e2e is not None:
+        raise UsageError("--slo e2e follows from the others", hint="--slo ttft=500ms,tpot=50ms")
+    return None if found.ttft is None else found.ttft / 1e9, None if found.tpot is None else found.tpot / 1e9, percent
+
+
+def read_loss(text: str | None) -> float | None:
+    """Percent: 1, 1%, 0.5."""
+    if text is None:
+        return None
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise UsageError(f"--max-quality-loss: {text[:40]!r} is no percentage", hint="--max-quality-loss 1")
+    return value
+
+
+def read_length(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_tokens(text, what=option)
+
+
+def asks(
+    specs: Sequence[ModelSpec], kinds: Sequence[Sequence[Device]], *, nodes: int, ctx: str | None, prompt: str | None, answer: str | None,
+    concurrency: int | None, rate: float | None, engines: Sequence[Engine], slo: str | None, goal: str, max_loss: str | None,
+) -> tuple[Ask, ...]:  # fmt: skip
+    """Every model on every kind of hardware, in that order.
+
+    Raises:
+        UsageError: a request that cannot be.
+
+    """
+    from kvctl.recommend.request import ask
+
+    ttft, tpot, _ = read_slo(slo)
+    if len(specs) * len(kinds) > MOST_ROWS:
+        raise UsageError(
+            f"{len(specs):,} models on {len(kinds):,} kinds of hardware are more than {MOST_ROWS} rows",
+            hint="fewer at a time",
+        )
+    return tuple(
+        ask(
+            spec, devices, nodes=nodes, context=read_length(ctx, "--ctx"), prompt=read_length(prompt, "--input-tokens"),
+            answer=read_length(answer, "--output-tokens"), concurrency=concurrency, rate=rate, engines=engines, ttft=ttft, tpot=tpot,
+            goal=goal, max_quality_loss=read_loss(max_loss),
+        )
+        for spec in specs for devices in kinds
+    )  # fmt: skip
+
+
+def read_known(prices: Sequence[str], quality: Sequence[str]) -> Known:
+    """Prices, and results that were saved."""
+    from kvctl.recommend import measured
+    from kvctl.recommend.answers import Known
+    from kvctl.recommend.prices import Prices, parse
+
+    return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality))
+
+
+def read_site(
+    model: str,
+    *,
+    name: str | None,
+    served: str | None,
+    port: int | None,
+    host: str | None,
+    image: str | None,
+    ray: bool,
+) -> Site:
+    """Names and places of what is emitted."""
+    from kvctl.recommend.emit import Site, named
+
+    given = {"served": served, "port": port, "host": host, "image": image}
+    return Site(name or named(model), ray=ray, **{key: value for key, value in given.items() if value is not None})
+
+
+def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
+    """--emit command,compose: what is to be written."""
+    from kvctl.recommend.emit import KINDS
+
+    known = (*(kind.name for kind in KINDS), "json")
+    names = tuple(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))
+    if "all" in names:
+        return ("all",)
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--emit: unknown kind {name[:40]!r}", hint="one of all, " + ", ".join(known))
+    return names
+
+
+def check_together(kinds: Sequence[str], output: str | None, answer: int, form: str) -> None:
+    """Refuses what does not go together."""
+    if output is not None and not kinds:
+        raise UsageError("-o is where --emit writes", hint="--emit all -o DIR")
+    if output is None and (len(kinds) > 1 or kinds == ("all",)):
+        raise UsageError("several files do not fit on stdout", hint="-o DIR, or one kind")
+    if kinds and form != "table":
+        raise UsageError(f"--emit writes its own forms, not {form}", hint="--emit json writes the plan")
+    if not 1 <= answer <= 3:
+        raise UsageError(f"--answer {answer}: there are at most three", hint="from 1 to 3")
+
+
+def read_plans(texts: Sequence[str], *, alone: bool) -> tuple[Side, ...]:
+    """--what-if FILE or FILE#N: the plans to compare.
+
+    Raises:
+        UsageError: too many, or too few to compare.
+        KvctlError: a file that is none.
+
+    """
+    if not texts:
+        return ()
+    if alone and len(texts) != 2:
+        raise UsageError("--what-if compares two plans", hint="--what-if A.json --what-if B.json, or one and a MODEL")
+    if not alone and len(texts) != 1:
+        raise UsageError("--what-if compares one plan with that of a MODEL", hint="one --what-if, or no MODEL")
+    return tuple(_plan(text) for text in texts)
+
+
+def _plan(text: str) -> Side:
+    from pathlib import Path
+
+    from kvctl.recommend.what_if import read
+    from kvctl.sources.jsonfile import plain, read_file
+
+    path, mark, number = text.rpartition("#")
+    if not mark or not number.isdigit():
+        path, number = text, "1"
+    data = read_file(Path(path), limit=16_000_000)
+    return read(data, plain(path[:200]), int(number))

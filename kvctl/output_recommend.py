@@ -1,0 +1,142 @@
+"""Recommendations onto the screen and into files: the report to stdout, notes to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from kvctl import output
+from kvctl.errors import KvctlError, UsageError
+
+if TYPE_CHECKING:
+    from kvctl.recommend.report import RecommendReport
+    from kvctl.recommend.what_if import Side
+
+_FILES = {
+    "command": "start.sh", "compose": "compose.yaml", "kubernetes": "kubernetes.yaml", "lws": "leaderworkerset.yaml",
+    "systemd": "kvctl.service", "config": "engine.yaml", "alerts": "alerts.yaml", "runbook": "RUNBOOK.md", "json": "plan.json",
+}  # fmt: skip
+"""What each kind is called in a folder."""
+
+
+def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
+    """Print answers in the form asked for."""
+    from kvctl.recommend.report import row_dict
+
+    output.forgive_encoding()
+    if not quiet:
+        several = len(report.each) > 1
+        for one in report.each:
+            notes = (*one.ask.spec.notes, *one.notes)
+            output.say("note", (f"{one.ask.spec.id}: {note}" if several else note for note in notes))
+    if form == "json":
+        output.print_json(report.to_dict())
+    elif form == "csv":
+        output.print_csv([row_dict(one) for one in report.each])
+    elif form == "md":
+        from kvctl.screen_recommend import lines_of, table_of
+
+        head, *rows = table_of(report)
+        output.print_markdown_table(head, rows)
+        if len(report.each) == 1:
+            print()
+            for line in lines_of(report.each[0], explain=report.explain):
+                print(f"- {output.markdown_cell(line)}")
+    else:
+        from kvctl.screen_lines import Screen
+        from kvctl.screen_recommend import print_matrix, print_recommendation
+
+        if len(report.each) > 1:
+            print_matrix(Screen(), report)
+        else:
+            print_recommendation(Screen(), report.each[0], report.site_of(report.each[0]), explain=report.explain)
+
+
+def side_of(report: RecommendReport, answer: int) -> Side:
+    """One answer, as plans are compared."""
+    from kvctl.recommend.report import side
+
+    found = report.each[0]
+    if answer > len(found.answers):
+        raise UsageError(f"--answer {answer}: there are {len(found.answers)}", hint="--answer 1 is the best")
+    return side(found.answers[answer - 1], report.site_of(found))
+
+
+def emit_what_if(left: Side, right: Side, form: str) -> None:
+    """Print what differs between two plans."""
+    from kvctl.recommend.what_if import compare
+
+    output.forgive_encoding()
+    found = compare(left, right)
+    if form == "json":
+        output.print_json({"schema": "kvctl.recommend-compare/1", **found.to_dict()})
+        return
+    from kvctl.screen_recommend import difference_rows, print_difference
+
+    rows = difference_rows(found)
+    if form == "csv":
+        output.print_csv([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
+    elif form == "md":
+        output.print_markdown_table(rows[0], rows[1:])
+    else:
+        from kvctl.screen_lines import Screen
+
+        print_difference(Screen(), found)
+
+
+def emit_files(
+    report: RecommendReport, kinds: tuple[str, ...], folder: str | None, answer: int, percent: float, *, quiet: bool
+) -> None:
+    """Write what can be run: one kind to stdout, several into a folder, which is made.
+
+    Raises:
+        UsageError: a kind that makes no sense for the deployment.
+        KvctlError: it cannot be written.
+
+    """
+    from kvctl.recommend import emit
+    from kvctl.recommend.promises import promise_of
+
+    output.forgive_encoding()
+    found = report.each[0]
+    if answer > len(found.answers):
+        raise UsageError(f"--answer {answer}: there are {len(found.answers)}", hint="--answer 1 is the best")
+    chosen, site = found.answers[answer - 1], report.site_of(found)
+    deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask, percent)
+    texts: dict[str, str] = {}
+    wanted = (*(kind.name for kind in emit.KINDS), "json") if kinds == ("all",) else kinds
+    for kind in wanted:
+        try:
+            texts[kind] = (
+                json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
+                if kind == "json"
+                else emit.emit(kind, deployment, site, promise)
+            )
+        except UsageError as error:
+            if kinds != ("all",):
+                raise
+            if not quiet:
+                output.say("note", [f"no {kind}: {error.message}"])
+    if folder is None:
+        sys.stdout.write(texts[kinds[0]])
+        return
+    from kvctl.files import write_whole
+
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise KvctlError(f"{folder[:200]}: {error.strerror}", hint="-o names a folder") from None
+    for kind, text in texts.items():
+        write_whole(os.path.join(folder, _name(kind, site.name, deployment.engine.name)), text.encode())
+        if not quiet:
+            output.say("wrote", [os.path.join(folder, _name(kind, site.name, deployment.engine.name))])
+
+
+def _name(kind: str, site: str, engine: str) -> str:
+    if kind == "systemd":
+        return f"{site}.service"
+    if kind == "config" and engine == "llama.cpp":
+        return "engine.env"
+    return _FILES[kind]

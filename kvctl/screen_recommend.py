@@ -1,0 +1,363 @@
+"""What `kvctl recommend` shows: answers with their reasons, memory and speed; what was left; a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from kvctl.recommend.answers import in_words
+from kvctl.recommend.cases import memory
+from kvctl.recommend.prices import words as money
+from kvctl.recommend.report import seconds
+from kvctl.units import format_bytes, plural
+from kvctl.words import one_line
+
+if TYPE_CHECKING:
+    from kvctl.recommend.answers import Answer, Recommendation
+    from kvctl.recommend.emit import Site
+    from kvctl.recommend.judge import Judged
+    from kvctl.recommend.quality import Loss
+    from kvctl.recommend.report import RecommendReport
+    from kvctl.recommend.what_if import Row as Difference
+    from kvctl.recommend.what_if import WhatIf
+    from kvctl.screen_lines import Row, Screen
+    from kvctl.speed import Range
+
+_VERDICTS = {"yes": "green", "no": "dim", "depends": "yellow"}
+
+
+def print_recommendation(screen: Screen, found: Recommendation, site: Site, *, explain: bool) -> None:
+    """One request's answer."""
+    screen.line(asked_words(found), style="bold")
+    if not found.answers:
+        _nothing(screen, found)
+    for number, answer in enumerate(found.answers, 1):
+        screen.line()
+        _answer(screen, number, answer, first=number == 1, site=site)
+    if len(found.answers) > 1:
+        screen.line()
+        _side_by_side(screen, found)
+    if explain:
+        _explained(screen, found)
+    elif found.answers:
+        screen.line()
+        screen.line(
+            f"{found.tried:,} configurations tried, {found.fitting:,} fit; --explain says what was left and why, and where every technique stands",
+            style="dim",
+        )
+        screen.line("--emit command|compose|kubernetes|systemd|runbook|… writes what to run", style="dim")
+
+
+def asked_words(found: Recommendation) -> str:
+    """The request on one line."""
+    ask = found.ask
+    where = (
+        ask.device.name
+        if not ask.gpus
+        else f"{ask.gpus} × {ask.device.name}" + (f" in each of {ask.nodes} nodes" if ask.nodes > 1 else "")
+    )
+    load = (
+        f"{ask.rate:g} requests a second"
+        if ask.rate is not None
+        else f"{plural(ask.concurrency or 1, 'request')} at once"
+    )
+    limits = [
+        f"{name} ≤ {seconds(value)}" for name, value in (("TTFT", ask.ttft), ("TPOT", ask.tpot)) if value is not None
+    ]
+    parts = [
+        f"{ask.spec.id} on {where}",
+        f"{load} of {ask.prompt:,} + {ask.answer:,} tokens, at most {ask.context:,}",
+        *limits,
+        f"goal: {ask.goal}",
+    ]
+    return one_line("; ".join(parts))
+
+
+def _answer(screen: Screen, number: int, answer: Answer, *, first: bool, site: Site) -> None:
+    one = answer.judged
+    style = "green" if first else "cyan"
+    screen.line(
+        Text.assemble((f"{number}. {answer.kind}: ", f"bold {style}"), (in_words(one.candidate), "bold")), indent=3
+    )
+    for line in answer.why:
+        screen.line(f"   {line}", indent=3)
+    if first:
+        _memory(screen, one)
+    for label, value, words in figures(one):
+        screen.line(Text.assemble("   ", label.ljust(14), (value, "bold"), "  ", (words, "dim")), indent=17)
+    screen.line(f"   binds first    {answer.binds}", indent=17)
+    screen.line(f"   change next    {answer.change}", indent=17)
+    for note in one.candidate.notes:
+        screen.line(f"   note: {note}", indent=9, style="yellow")
+    if first:
+        from kvctl.recommend.emit.command import command
+        from kvctl.recommend.emit.script import lines
+
+        screen.line()
+        for line in lines(command(one.candidate.deployment, site)).splitlines():
+            screen.line(f"   {line}", style="cyan")
+
+
+def figures(one: Judged) -> list[tuple[str, str, str]]:
+    """Label, value and words of what is predicted of one answer."""
+    candidate, speed = one.candidate, one.speed
+    capacity = "" if candidate.capacity is None else f"{plural(candidate.capacity, 'token')} in the cache"
+    more = f"{candidate.usual_at_once:,} of the usual length" if candidate.usual_at_once != candidate.at_once else ""
+    out = [("requests", f"{candidate.at_once:,} at once", ", ".join(part for part in (more, capacity) if part))]
+    if speed is None:
+        out.append(("speed", "unknown", one.no_speed))
+    else:
+        sure = speed.validated or "unvalidated"
+        out.append(("TTFT", seconds(speed.ttft.mid), f"{_span(speed.ttft)}; binds: {speed.prefill_bound}"))
+        out.append(("TPOT", seconds(speed.tpot.mid), f"{_span(speed.tpot)}; binds: {speed.decode_bound}"))
+        rate = speed.output_rate
+        out.append(
+            (
+                "throughput",
+                f"{rate.mid:,.0f} tok/s",
+                f"{rate.low:,.0f} to {rate.high:,.0f} output tokens a second, {speed.request_rate.mid:,.3g} requests a second",
+            )
+        )
+        out.append(("how sure", sure, f"hangs on: {speed.assumption}"))
+    out.append(("quality", loss_words(one.loss), one.loss.source))
+    out.append(("cost", money(one.cost), ""))
+    return [(label, one_line(value), one_line(words)) for label, value, words in out]
+
+
+def loss_words(loss: Loss) -> str:
+    """What is lost, in short."""
+    if loss.percent is None:
+        return "loss unknown"
+    if not loss.metric:
+        return "nothing lost"
+    how = "measured" if loss.measured else "published"
+    return f"{loss.percent.mid:.2g}% lost ({loss.percent.low:.2g} to {loss.percent.high:.2g}%, {loss.metric}, {how})"
+
+
+def _span(found: Range) -> str:
+    return f"{seconds(found.low)} to {seconds(found.high)}"
+
+
+def _memory(screen: Screen, one: Judged) -> None:
+    from kvctl.screen_lines import bar
+
+    total = one.candidate.stack.device
+    name = one_line(one.candidate.deployment.device.name)
+    screen.line(
+        f"   memory of the fullest {'GPU' if one.candidate.deployment.gpus else 'host'}, {name}: {format_bytes(total)}",
+        indent=3,
+    )
+    rows: list[Row] = [
+        (("  ", label, format_bytes(size), f"{100 * size / total:.0f}%"), bar(max(size, 0), total), "") for label, size in memory(one.candidate).items()
+    ]  # fmt: skip
+    screen.table("llrr", rows)
+
+
+def table_of(report: RecommendReport) -> list[list[str]]:
+    """A heading and rows: answers of one request, or the best of each."""
+    if len(report.each) > 1:
+        return _matrix(report)
+    return _rows(report.each[0])
+
+
+_HEAD = ["answer", "configuration", "GPUs", "requests", "TTFT", "TPOT", "tok/s", "loss", "cost"]
+
+
+def _rows(found: Recommendation) -> list[list[str]]:
+    return [
+        _HEAD,
+        *([answer.kind, in_words(answer.judged.candidate), *_cells(answer.judged)] for answer in found.answers),
+    ]
+
+
+def _cells(one: Judged) -> list[str]:
+    speed = one.speed
+    hour = "–" if one.cost.per_hour is None else f"{one.cost.per_hour:,.2f}/h"
+    return [
+        str(one.cost.gpus), f"{one.candidate.at_once:,}", "–" if speed is None else seconds(speed.ttft.mid),
+        "–" if speed is None else seconds(speed.tpot.mid), "–" if speed is None else f"{speed.output_rate.mid:,.0f}",
+        "?" if one.loss.percent is None else f"{one.loss.percent.mid:.2g}%", hour,
+    ]  # fmt: skip
+
+
+def _side_by_side(screen: Screen, found: Recommendation) -> None:
+    head, *rows = [[row[0], *row[2:]] for row in _rows(found)]
+    screen.table("lrrrrrrr", [(head, None, "dim"), *((row, None, "") for row in rows)])
+
+
+def _matrix(report: RecommendReport) -> list[list[str]]:
+    out = [["model", "on", "configuration", "GPUs", "requests", "TTFT", "TPOT", "tok/s", "loss", "cost"]]
+    for found in report.each:
+        ask = found.ask
+        where = ask.device.name if not ask.gpus else f"{ask.all_gpus} × {ask.device.name}"
+        if found.answers:
+            one = found.answers[0].judged
+            out.append([ask.spec.id, where, in_words(one.candidate), *_cells(one)])
+        else:
+            why = (
+                found.impossible[0]
+                if found.impossible
+                else f"nearest: {found.nearest[0].words}"
+                if found.nearest
+                else "nothing near"
+            )
+            out.append([ask.spec.id, where, f"nothing meets it; {why}", *["–"] * 7])
+    return [[one_line(cell) for cell in row] for row in out]
+
+
+def print_matrix(screen: Screen, report: RecommendReport) -> None:
+    """The best answer of each model on each kind of hardware."""
+    head, *rows = _matrix(report)
+    screen.tables(
+        2,
+        "llrrrrrrrr"[:2] + "l" + "r" * 7,
+        [(head, None, "dim"), *((row, None, "" if row[3] != "–" else "red") for row in rows)],
+        [1, 7],
+    )
+
+
+def lines_of(found: Recommendation, *, explain: bool) -> list[str]:
+    """What is said under the table of answers, one thing a line."""
+    out = []
+    for answer in found.answers:
+        out += [
+            f"{answer.kind}: {line}"
+            for line in (*answer.why, f"binds first: {answer.binds}", f"change next: {answer.change}")
+        ]
+        out += [
+            f"{answer.kind}: {label} {value}" + (f" ({words})" if words else "")
+            for label, value, words in figures(answer.judged)
+        ]
+    if not found.answers:
+        out += [
+            *found.impossible,
+            *(f"nearest, {near.direction}: {near.words}, with {in_words(near.candidate)}" for near in found.nearest),
+        ]
+    if explain:
+        out += [f"rejected: {words}" for words in rejected_lines(found)]
+        out += [
+            f"{one.technique}: {one.verdict}, {one.because}" + (f" ({one.how})" if one.how else "")
+            for one in found.advice
+        ]
+    return out
+
+
+def _nothing(screen: Screen, found: Recommendation) -> None:
+    screen.line()
+    screen.line("nothing here meets the request", style="bold red")
+    for line in found.impossible:
+        screen.line(f"   {line}", indent=3)
+    if found.best_missing is not None:
+        one = found.best_missing
+        screen.line(f"   nearest to it here: {in_words(one.candidate)}", indent=3)
+        for line in (*one.missed, *one.candidate.notes):
+            screen.line(f"      {line}", indent=6)
+    elif found.rejections:
+        for line in rejected_lines(found)[:6]:
+            screen.line(f"   {line}", indent=3)
+    if found.nearest:
+        screen.line()
+        screen.line("what would:", style="bold")
+        for near in found.nearest:
+            screen.line(f"   {near.direction.ljust(9)} {near.words}", indent=13)
+            screen.line(f"   {'':9} with {in_words(near.candidate)}", indent=13, style="dim")
+
+
+def rejected_lines(found: Recommendation) -> list[str]:
+    """What does not start, one reason a line."""
+    out = []
+    for one in found.rejections:
+        what = ", ".join(
+            part
+            for part in (
+                one.engine,
+                one.weights and f"weights in {one.weights}",
+                one.kv_dtype not in ("", "auto") and f"cache in {one.kv_dtype}",
+                one.gpus and f"up to {plural(one.gpus, 'GPU')}",
+            )
+            if part
+        )
+        out.append(one_line(f"{what}: {one.why}" + (f" (and {one.count - 1:,} like it)" if one.count > 1 else "")))
+    return out
+
+
+def _explained(screen: Screen, found: Recommendation) -> None:
+    screen.line()
+    screen.line(
+        f"{found.tried:,} configurations tried, {found.fitting:,} fit, {len(found.answers)} chosen", style="bold"
+    )
+    for left in found.left:
+        screen.line(f"   {left.count:,} fit and were not chosen: {one_line(left.why)}", indent=3)
+        screen.line(f"      the best of them: {in_words(left.nearest.candidate)}", indent=6, style="dim")
+        for line in left.nearest.missed:
+            screen.line(f"      {one_line(line)}", indent=6, style="dim")
+    lines = rejected_lines(found)
+    if lines:
+        screen.line("   do not start:")
+        for line in lines:
+            screen.line(f"      {line}", indent=6)
+    if found.advice:
+        screen.line()
+        screen.line("techniques", style="bold")
+        for advice in found.advice:
+            head = Text.assemble(
+                "   ",
+                (advice.verdict.ljust(8), _VERDICTS[advice.verdict]),
+                (advice.technique, "bold"),
+                ": ",
+                one_line(advice.because),
+            )
+            screen.line(head, indent=11)
+            if advice.how:
+                screen.line(f"           {one_line(advice.how)}", indent=11, style="cyan")
+
+
+# -- two plans ---------------------------------------------------------------------------------
+
+
+def difference_rows(found: WhatIf) -> list[list[str]]:
+    """A heading and a row for each thing that differs."""
+    out = [["what", one_line(found.left), one_line(found.right), "ratio", "told apart"]]
+    for row in found.rows:
+        apart = "" if row.apart is None else "yes" if row.apart else "no: ranges overlap"
+        out.append(
+            [
+                f"{row.part}: {row.name}",
+                _cell(row, row.left),
+                _cell(row, row.right),
+                "" if row.ratio is None else f"{row.ratio:.2f}x",
+                apart,
+            ]
+        )
+    return out
+
+
+def _cell(row: Difference, value: object) -> str:
+    from kvctl.speed import Range
+
+    if value is None:
+        return "unknown"
+    if isinstance(value, Range):
+        if row.name in ("ttft", "tpot"):
+            return f"{seconds(value.mid)} ({_span(value)})"
+        return f"{value.mid:,.4g} ({value.low:,.4g} to {value.high:,.4g})"
+    if row.part == "memory" and isinstance(value, int):
+        return format_bytes(value)
+    return one_line(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+
+
+def print_difference(screen: Screen, found: WhatIf) -> None:
+    """Two plans beside each other."""
+    screen.line(f"left:  {one_line(found.left)}")
+    screen.line(f"right: {one_line(found.right)}")
+    screen.line()
+    if found.same:
+        screen.line("nothing differs")
+        return
+    head, *rows = difference_rows(found)
+    shown: Sequence[Row] = [(["what", "left", "right", *head[3:]], None, "dim"), *((row, None, "") for row in rows)]
+    screen.table("lrrrl", shown)
+    if found.unknown:
+        screen.line(f"not known of both: {', '.join(found.unknown)}", style="dim")
