@@ -55,7 +55,7 @@ def test_every_format_of_the_table_exists() -> None:
 
 def test_a_loss_is_a_share_of_the_original() -> None:
     # A score of 79.51 that becomes 79.16: (79.51 - 79.16) / 79.51 = 0.440%.
-    score = Figure(("fp8",), "m", 70.0, "accuracy", "b", 79.51, 79.16, "s")
+    score = Figure(("fp8",), "m", (70.0, 70.0), "accuracy", "b", 79.51, 79.16, "s")
     assert score.percent == pytest.approx(0.4402, abs=1e-4)
     # llama.cpp's README prints the ratio of mean perplexities of q4_K_M and f16, Llama 3 8B: 1.028160.
     rows = [row for row in figures("weights") if row.formats == ("q4_k_m",) and row.model == "Llama-3-8B"]
@@ -107,7 +107,6 @@ def test_16_bits_and_the_own_format_cost_nothing_and_say_why() -> None:
         ("Qwen3-32B", "bf16"),
         ("DeepSeek-V3", "fp8-block"),
         ("gpt-oss-120b", "mxfp4"),
-        ("nvidia/Qwen3-32B-NVFP4", "nvfp4"),
         ("RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic", "fp8-channel"),
     ],
 )
@@ -115,7 +114,17 @@ def test_the_own_format_is_what_the_checkpoint_says(name: str, own: str) -> None
     found = quality_of(build_spec(catalogue.find(name)))
     assert found.own_weights == own
     assert percent(found.weights(own)).high == 0.0
-    assert found.parameters
+
+
+def test_parameters_are_the_files_or_counted() -> None:
+    # Their cards: 32.8B and 671B, and 14B more of the module that predicts a second token.
+    assert quality_of(build_spec(catalogue.find("Qwen3-32B"))).parameters == pytest.approx(32.8e9, rel=0.01)
+    assert quality_of(build_spec(catalogue.find("DeepSeek-V3"))).parameters == pytest.approx(684.5e9, rel=0.02)
+
+
+def test_figures_of_large_models_say_nothing_of_small_ones() -> None:
+    assert "NVIDIA" in Quality("x", 70_000_000_000).cache("nvfp4").source
+    assert "NVIDIA" not in Quality("x", 1_000_000_000).cache("nvfp4").source
 
 
 @pytest.mark.parametrize("name", ["fp4", "nf4", "iq9_x"])
