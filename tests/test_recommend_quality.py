@@ -270,3 +270,37 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         measured.load(str(tmp_path / "none.json"))
     with pytest.raises(SourceError):
         measured.load("\0")
+
+
+def test_what_kvctl_quantize_writes_is_what_is_read(tmp_path: Path) -> None:
+    from kvctl.measure.quality import Scores
+    from kvctl.reports import ModelInfo
+    from kvctl.weights.judge import CacheJudged, Judged
+    from kvctl.weights.report import Cell, QuantizeReport, Row
+
+    scores = Scores()
+    for token in range(400):  # every token half as likely: the perplexity doubles
+        scores.add(token // 20, -1.0, -1.0 - math.log(2), 0.1, True)
+    judged = Judged(tmp_path, "transformers", "float32", 400, 5.4, scores, (), "", None, 1.0, 1.0, None, 10, None, ())
+    cell = Cell("int8", 10, CacheJudged("int8", 5.4, scores, 10, 10, None))
+    model = ModelInfo("org/tiny", "llama", "local", "/x", None, {}, (), None)
+    rows = (
+        Row("original", "as it is", "BF16", None, 77, 100),
+        Row("awq", "4 bits", "F16", 128, 77, 30, judged=judged, caches=(cell,)),
+    )
+    report = QuantizeReport(model, {}, {}, rows)
+    result = measured.load(saved(tmp_path, report.to_dict()))
+    assert (result.model, result.parameters) == ("org/tiny", 77)
+    assert percent(result.weights["awq"]).mid == pytest.approx(100.0)
+    assert percent(result.both["awq", "int8"]).mid == pytest.approx(100.0)
+
+
+def test_what_kvctl_profile_writes_is_what_is_read() -> None:
+    schema = json.loads((Path(__file__).parent.parent / "kvctl/data/schemas/kvctl.profile-1.json").read_text())
+    row = schema["properties"]["techniques"]["properties"]["rows"]["items"]
+    assert {"name", "quality"} <= set(row["required"])
+    quality_keys = row["properties"]["quality"]["properties"]
+    assert {"tokens", "perplexity_change_percent"} <= set(quality_keys)
+    assert {"value", "standard_error"} <= set(quality_keys["perplexity_change_percent"]["required"])
+    assert {"techniques", "weights", "model"} <= set(schema["required"])
+    assert "parameters" in schema["properties"]["weights"]["properties"]
