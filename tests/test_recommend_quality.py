@@ -55,7 +55,7 @@ def test_every_format_of_the_table_exists() -> None:
 
 def test_a_loss_is_a_share_of_the_original() -> None:
     # A score of 79.51 that becomes 79.16: (79.51 - 79.16) / 79.51 = 0.440%.
-    score = Figure(("fp8",), "m", 70.0, "accuracy", "b", 79.51, 79.16, "s")
+    score = Figure(("fp8",), "m", (70.0, 70.0), "accuracy", "b", 79.51, 79.16, "s")
     assert score.percent == pytest.approx(0.4402, abs=1e-4)
     # llama.cpp's README prints the ratio of mean perplexities of q4_K_M and f16, Llama 3 8B: 1.028160.
     rows = [row for row in figures("weights") if row.formats == ("q4_k_m",) and row.model == "Llama-3-8B"]
@@ -107,7 +107,6 @@ def test_16_bits_and_the_own_format_cost_nothing_and_say_why() -> None:
         ("Qwen3-32B", "bf16"),
         ("DeepSeek-V3", "fp8-block"),
         ("gpt-oss-120b", "mxfp4"),
-        ("nvidia/Qwen3-32B-NVFP4", "nvfp4"),
         ("RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic", "fp8-channel"),
     ],
 )
@@ -115,7 +114,17 @@ def test_the_own_format_is_what_the_checkpoint_says(name: str, own: str) -> None
     found = quality_of(build_spec(catalogue.find(name)))
     assert found.own_weights == own
     assert percent(found.weights(own)).high == 0.0
-    assert found.parameters
+
+
+def test_parameters_are_the_files_or_counted() -> None:
+    # Their cards: 32.8B and 671B, and 14B more of the module that predicts a second token.
+    assert quality_of(build_spec(catalogue.find("Qwen3-32B"))).parameters == pytest.approx(32.8e9, rel=0.01)
+    assert quality_of(build_spec(catalogue.find("DeepSeek-V3"))).parameters == pytest.approx(684.5e9, rel=0.02)
+
+
+def test_figures_of_large_models_say_nothing_of_small_ones() -> None:
+    assert "NVIDIA" in Quality("x", 70_000_000_000).cache("nvfp4").source
+    assert "NVIDIA" not in Quality("x", 1_000_000_000).cache("nvfp4").source
 
 
 @pytest.mark.parametrize("name", ["fp4", "nf4", "iq9_x"])
@@ -261,3 +270,37 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         measured.load(str(tmp_path / "none.json"))
     with pytest.raises(SourceError):
         measured.load("\0")
+
+
+def test_what_kvctl_quantize_writes_is_what_is_read(tmp_path: Path) -> None:
+    from kvctl.measure.quality import Scores
+    from kvctl.reports import ModelInfo
+    from kvctl.weights.judge import CacheJudged, Judged
+    from kvctl.weights.report import Cell, QuantizeReport, Row
+
+    scores = Scores()
+    for token in range(400):  # every token half as likely: the perplexity doubles
+        scores.add(token // 20, -1.0, -1.0 - math.log(2), 0.1, True)
+    judged = Judged(tmp_path, "transformers", "float32", 400, 5.4, scores, (), "", None, 1.0, 1.0, None, 10, None, ())
+    cell = Cell("int8", 10, CacheJudged("int8", 5.4, scores, 10, 10, None))
+    model = ModelInfo("org/tiny", "llama", "local", "/x", None, {}, (), None)
+    rows = (
+        Row("original", "as it is", "BF16", None, 77, 100),
+        Row("awq", "4 bits", "F16", 128, 77, 30, judged=judged, caches=(cell,)),
+    )
+    report = QuantizeReport(model, {}, {}, rows)
+    result = measured.load(saved(tmp_path, report.to_dict()))
+    assert (result.model, result.parameters) == ("org/tiny", 77)
+    assert percent(result.weights["awq"]).mid == pytest.approx(100.0)
+    assert percent(result.both["awq", "int8"]).mid == pytest.approx(100.0)
+
+
+def test_what_kvctl_profile_writes_is_what_is_read() -> None:
+    schema = json.loads((Path(__file__).parent.parent / "kvctl/data/schemas/kvctl.profile-1.json").read_text())
+    row = schema["properties"]["techniques"]["properties"]["rows"]["items"]
+    assert {"name", "quality"} <= set(row["required"])
+    quality_keys = row["properties"]["quality"]["properties"]
+    assert {"tokens", "perplexity_change_percent"} <= set(quality_keys)
+    assert {"value", "standard_error"} <= set(quality_keys["perplexity_change_percent"]["required"])
+    assert {"techniques", "weights", "model"} <= set(schema["required"])
+    assert "parameters" in schema["properties"]["weights"]["properties"]

@@ -82,8 +82,8 @@ class Figure(Record):
 
     formats: tuple[str, ...]
     model: str
-    billions: float | None
-    """Parameters, 10^9; None: of several models."""
+    billions: tuple[float, float]
+    """Parameters, 10^9: from, to."""
     metric: str
     benchmark: str
     original: float
@@ -129,7 +129,15 @@ def _table() -> Mapping[str, Any]:
 @cache
 def figures(kind: str) -> tuple[Figure, ...]:
     """All of "weights", "cache" or "techniques"."""
-    return tuple(Figure(**{**row, "formats": tuple(row["formats"])}) for row in _table()[kind])
+    return tuple(
+        Figure(**{**row, "formats": tuple(row["formats"]), "billions": _span(row["billions"])})
+        for row in _table()[kind]
+    )
+
+
+def _span(billions: float | Sequence[float]) -> tuple[float, float]:
+    low, high = (billions, billions) if isinstance(billions, int | float) else billions
+    return float(low), float(high)
 
 
 def address(source: str) -> str:
@@ -179,11 +187,8 @@ def _chosen(rows: Sequence[Figure], name: str, parameters: int | None) -> list[F
     same = [row for row in rows if plain_name(row.model) == name]
     if same or parameters is None:
         return same or list(rows)
-    return [
-        row
-        for row in rows
-        if row.billions is None or abs(math.log(parameters / (row.billions * 1e9))) <= math.log(NEAR)
-    ]
+    billions = parameters / 1e9
+    return [row for row in rows if row.billions[0] <= billions * NEAR and billions <= row.billions[1] * NEAR]
 
 
 def _basis(rows: Iterable[Figure]) -> str:
@@ -275,8 +280,22 @@ def quality_of(spec: ModelSpec, measured: Sequence[Measured] = ()) -> Quality:
         found = None
     dtype = spec.dtype.name if isinstance(spec.dtype, DType) else None
     own = dtype if found is None else _COMPRESSED.get(found.format.name, found.format.name)
-    parameters = None if spec.weights is None else spec.weights.parameters
-    return Quality(spec.id, parameters, own, tuple(measured))
+    return Quality(spec.id, _parameters(spec), own, tuple(measured))
+
+
+def _parameters(spec: ModelSpec) -> int | None:
+    """As its files say, or counted from its configuration; None where neither does."""
+    from kvctl.errors import KvctlError
+    from kvctl.parameters import parameters
+
+    if spec.weights is not None and spec.weights.parameters is not None:
+        return spec.weights.parameters
+    try:
+        return (
+            sum(tensor.elements * tensor.count for tensor in parameters(spec.config, "BF16", whole=spec.whole)) or None
+        )
+    except KvctlError:
+        return None
 
 
 def _worse(losses: Sequence[Loss], name: str) -> Loss:

@@ -20,7 +20,7 @@ _PREFIX_OFF = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-
                "tensorrt-llm": "enable_block_reuse: false"}  # fmt: skip
 FAMILIES = (
     ("INT8 KV cache", ("int8_per_token_head", "int8", "q8_0")),
-    ("FP8 KV cache", ("fp8", "fp8_e4m3", "fp8_per_token_head", "fp8_ds_mla", "mxfp8")),
+    ("FP8 KV cache", ("fp8", "fp8_e4m3", "fp8_per_token_head", "fp8_ds_mla", "mxfp8", "fp8_e5m2")),
     ("INT4 KV cache", ("int4_per_token_head", "turboquant_4bit_nc", "int4", "q4_0")),
     ("NVFP4 KV cache", ("nvfp4", "nvfp4_ds_mla", "fp4_e2m1")),
 )
@@ -83,7 +83,7 @@ def prefix(case: Case) -> list[Advice]:
 def formats(case: Case) -> list[Advice]:
     """INT8, FP8, INT4 and NVFP4 of keys and values.
 
-    no: the engine has no such format on this GPU; or neither the pool is short nor does the cache bind a step; or the likeliest
+    no: the engine has no such format on this GPU, or a better one of as many bits (`kv_choices` lacks it); or neither the pool is short nor does the cache bind a step; or the likeliest
     loss is over the limit. depends: the loss is not known, or may be over the limit. yes: all else, and what is in use.
     """
     out = []
@@ -98,7 +98,15 @@ def formats(case: Case) -> list[Advice]:
             out.append(Advice(technique, YES, f"{in_use} is in use: {loss_words(loss)}", None, loss.source))
         elif choice is None:
             gpu = case.deployment.device.name
-            out.append(Advice(technique, NO, f"{case.engine} runs none of {', '.join(names)} on {gpu}", None, source))
+            out.append(
+                Advice(
+                    technique,
+                    NO,
+                    f"{case.engine} on {gpu} has none of {', '.join(names)}, or a better format of as many bits",
+                    None,
+                    source,
+                )
+            )
         elif binds is None:
             capacity = case.numbers.capacity
             holds = f"the cache holds {capacity:,} tokens, {case.needed:,} are needed" if capacity is not None else f"{case.needed:,} tokens are needed"  # fmt: skip
