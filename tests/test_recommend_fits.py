@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvctl.engines import Engine, engine
@@ -14,7 +14,8 @@ from kvctl.hardware import Device, read_gpus
 from kvctl.hardware.table import find
 from kvctl.model import build_spec
 from kvctl.ranks import Hardware
-from kvctl.recommend.fits import Candidate, Found, Rejection, Search, search
+from kvctl.recommend.candidate import Candidate, Found, Rejection
+from kvctl.recommend.fits import Search, search
 from kvctl.recommend.request import Ask, ask
 from kvctl.size import SizePlan, prepare
 from kvctl.sources import catalogue
@@ -285,6 +286,41 @@ def test_counts_of_what_was_rejected_are_whole() -> None:
     assert only.gpus == 8
 
 
+# -- weights in host memory ----------------------------------------------------------------
+
+
+def test_weights_stay_in_host_memory_only_where_that_is_asked_for() -> None:
+    """72B in Q4_K_M is 40.7 GiB for 80 layers and the head; an RTX 4090 shows 23.5 GiB, of which a context and a margin take 2."""
+    plain = asked("Qwen/Qwen2.5-72B-Instruct", "RTX4090", 4096, 1, LLAMA)
+    assert not search(plain).candidates
+    found = search(plain.replace(host=64 * GIB))
+    each = one(found, "q4_k_m", "f16")
+    layers = each.deployment.serving.gpu_layers
+    assert layers is not None
+    # (40.72 − 1 of the head) / 80 = 0.5 GiB a layer, and 16 MiB of cache for 4,096 tokens: forty in 21 GiB.
+    assert 36 <= layers <= 44
+    assert each.offloaded == pytest.approx((40.72 - each.stack.weights / GIB) * GIB, rel=0.01)
+    tried = Search(plain.replace(host=64 * GIB))
+    assert isinstance(
+        tried.fit(LLAMA, each.checkpoint, each.split, "f16", None, 1, {"gpu_layers": layers + 1}), Rejection
+    )
+    # 133 GiB of bf16 are more than the host has.
+    assert not [other for other in found.candidates if other.deployment.weights == "bf16"]
+
+
+def test_vllm_leaves_whole_gib_of_every_gpu_with_the_host() -> None:
+    # 38.6 GiB of AWQ; 0.92 × 23.5 = 21.6 GiB hold 19 and a request of 1.25: 18 or more have to stay.
+    request = asked("Qwen/Qwen2.5-72B-Instruct", "RTX4090", 4096, 1, VLLM, host=64 * GIB)
+    each = one(search(request), "awq")
+    amount = each.deployment.serving.cpu_offload
+    assert amount is not None
+    assert amount % GIB == 0
+    assert 18 <= amount // GIB <= 21
+    assert each.stack.weights == pytest.approx(38.62 * GIB - amount, rel=0.001)
+    less = Search(request).fit(VLLM, each.checkpoint, each.split, "auto", 2048, 1, {"cpu_offload": amount - GIB})
+    assert isinstance(less, Rejection)
+
+
 # -- more of anything never holds less ------------------------------------------------------
 
 
@@ -299,6 +335,10 @@ MODELS = st.sampled_from(["Qwen3-7B", "google/gemma-3-27b-it", "gpt-oss-20b", "Q
 ENGINES = st.sampled_from([VLLM, SGLANG, TENSORRT, LLAMA])
 
 
+# Right above these sizes SGLang's own default would keep more back than right below.
+@example("Qwen3-7B", SGLANG, 1, 59.99, 0.02, 8, 12)
+@example("Qwen3-7B", SGLANG, 1, 34.99, 0.02, 8, 12)
+@example("Qwen3-7B", SGLANG, 2, 159.99, 0.02, 24, 12)
 @settings(max_examples=20, deadline=None)
 @given(MODELS, ENGINES, st.integers(1, 2), st.floats(8, 180), st.floats(0, 40), st.integers(1, 24), st.integers(9, 15))
 def test_more_memory_never_removes_a_plan(

@@ -84,7 +84,12 @@ def test_the_table_of_checkpoints_names_sources_formats_and_models_that_exist() 
 
 @pytest.mark.parametrize(
     ("name", "stored"),
-    [("DeepSeek-V3", "fp8-block"), ("gpt-oss-120b", "mxfp4"), ("Qwen3-32B", "bf16"), ("Qwen/Qwen3-8B-FP8", "fp8-block")],
+    [
+        ("DeepSeek-V3", "fp8-block"),
+        ("gpt-oss-120b", "mxfp4"),
+        ("Qwen3-32B", "bf16"),
+        ("Qwen/Qwen3-8B-FP8", "fp8-block"),
+    ],
 )
 def test_how_a_model_is_stored(name: str, stored: str) -> None:
     assert stored_format(model(name)) == stored

@@ -12,7 +12,8 @@ from kvctl.engines import ENGINES
 from kvctl.errors import KvctlError
 from kvctl.hardware import Device, read_gpus, table
 from kvctl.model import build_spec
-from kvctl.recommend.fits import Candidate, Rejection, Search
+from kvctl.recommend.candidate import Candidate, Rejection
+from kvctl.recommend.fits import Search
 from kvctl.recommend.request import MOST_NODES, SERVERS, Ask
 from kvctl.recommend.takes import vendor
 from kvctl.record import Record

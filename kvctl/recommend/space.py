@@ -18,6 +18,8 @@ The space is exhaustive but for what is never better than something that stays. 
   equal and they lose more; 4-bit floats that have to be made only where tensor cores compute in them.
 - Replicas that hold fewer requests at once than are asked for, where more of them, on GPUs that are there, hold all.
 - `max_sequences` is what is asked of a replica: more takes memory for requests that do not come, fewer lets them wait.
+- Weights stay in host memory (which has to be asked for) only where a format fits on no GPUs, and as few as can be: every step
+  reads them over a bus that has a twentieth of a GPU's bandwidth.
 - llama.cpp runs layers one after another on several GPUs: as few as hold what is asked, for more hold the same and are no
   faster.
 
@@ -69,6 +71,16 @@ def splits(engine: Engine, ask: Ask) -> Iterator[Split]:
         return
     found = [*_within(engine, ask), *_over_nodes(engine, ask)]
     yield from sorted(dict.fromkeys(found), key=lambda one: (one.ranks, one.nodes, one.pipeline, one.data, one.dealt))
+
+
+def offloading(engine: Engine, ask: Ask) -> Split | None:
+    """The server whose weights may stay in host memory in part, on all GPUs of a node; None where an engine has no such option."""
+    if engine.slots:
+        return Split(gpus=ask.gpus)
+    if engine.name == "tensorrt-llm":
+        return None
+    tensor = _tensors(ask.spec, ask.gpus)[-1]
+    return Split(tensor, gpus=tensor)
 
 
 def staged(split: Split, ask: Ask) -> bool:

@@ -1,0 +1,283 @@
+"""One way to serve a model, asked of kvctl size's own rules (SizePlan, Question, Room): does it fit, and what does it hold?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvctl.allocation import MOST_SLOTS, Serving
+from kvctl.engines import Engine
+from kvctl.formats import CacheFormat
+from kvctl.ranks import Hardware
+from kvctl.recommend import takes
+from kvctl.recommend.candidate import Candidate, Rejection, Stack
+from kvctl.recommend.checkpoints import Checkpoint
+from kvctl.recommend.deployment import Deployment
+from kvctl.recommend.request import Ask
+from kvctl.recommend.space import Split
+from kvctl.room import Load, Room
+from kvctl.size import SizePlan, prepare
+from kvctl.units import format_bytes, plural
+
+MOST_BATCHED = 256
+"""Requests of one server where a rate is asked for, and nobody says how many come at once: what engines take on GPUs of
+less than 70 GiB without being told, and more than most caches hold."""
+
+
+class Attempt:
+    """One engine, format of weights and of the cache, split and batch."""
+
+    def __init__(
+        self, ask: Ask, engine: Engine, checkpoint: Checkpoint, split: Split, kv_dtype: str, batch: int | None,
+        more: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        """`more` are settings of its start beside those that follow from the rest."""
+        self.ask, self.spec = ask, ask.spec
+        self.engine, self.checkpoint, self.split = engine, checkpoint, split
+        self.kv_dtype, self.batch, self.more = kv_dtype, batch, more
+        self.key: CacheFormat | None = None
+
+    @property
+    def workers(self) -> int:
+        """Ranks of one server that each have a pool for requests of their own."""
+        return self.split.data
+
+    def rejection(self, kind: str, why: str) -> Rejection:
+        return Rejection(kind, self.engine.name, self.checkpoint.weights, self.kv_dtype, self.split.ranks, why)
+
+    def room(self, serving: Serving, context: int) -> Room:
+        """The memory of one server that is started so."""
+        device, count = self.ask.device, max(self.split.ranks, 1)
+        plan = SizePlan(
+            engine=self.engine,
+            contexts=(context,),
+            serving=serving,
+            weights_dtype=self.checkpoint.sized,
+            hardware=Hardware((device,) * count),
+            key=self.key,
+            value=None if self.key is None else self.key.values or self.key,
+        )
+        room = prepare(self.spec, plan).room
+        assert room is not None
+        return room
+
+    # -- engines with a pool ----------------------------------------------------------------
+
+    def serving(self, requests: int) -> Serving:
+        """How one server is started for so many requests at once."""
+        split, name = self.split, self.engine.name
+        attends = split.data > 1 and name != "vllm"
+        each = -(-requests // self.workers)
+        return Serving(
+            device="gpu" if split.gpus else "cpu",
+            tensor_parallel=split.tensor,
+            pipeline_parallel=split.pipeline if split.pipeline > 1 else None,
+            data_parallel=split.data if split.data > 1 and name != "tensorrt-llm" else None,
+            decode_context_parallel=split.dealt if split.dealt > 1 else None,
+            expert_parallel=split.data > 1,
+            attention_dp=attends,
+            # SGLang shares the number out over its workers; the others count for each.
+            max_sequences=each * self.workers if name == "sglang" else each,
+            max_batched=self.batch,
+        ).replace(**self.more)
+
+    def pool(self, asked: int | None, replicas: int) -> Candidate | Rejection:
+        """vLLM, SGLang and TensorRT-LLM: a share of the memory is told, and what it leaves is the pool."""
+        if not self.split.gpus:
+            return self._on_host(asked, replicas)
+        context, requests = self.ask.context, asked or MOST_BATCHED
+        serving = self._shared(self.serving(requests))
+        room = self.room(serving, context)
+        load = room.load(context, 1)
+        held, usual = self._held(room, load)
+        if load.why or not held:
+            return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load, requests))
+        if usual < requests:
+            # More than fit would only push each other out: they wait instead.
+            requests = usual
+            serving = self._shared(self.serving(requests))
+            room = self.room(serving, context)
+            load = room.load(context, 1)
+            held, usual = self._held(room, load)
+            if load.why or not held:
+                return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load, requests))
+        serving = self._told(room, load)
+        return self._candidate(room, load, serving, min(held, requests), min(usual, requests), replicas)
+
+    def _shared(self, serving: Serving) -> Serving:
+        """With the share of the memory that the engine takes, named."""
+        device = self.ask.device
+        if self.engine.name == "sglang":
+            from kvctl.engines.sglang.memory import usual_share
+
+            return serving.replace(utilization=usual_share(self.spec, serving, device.cuda_bytes, self.engine.version))
+        if self.engine.name == "vllm":
+            from kvctl.engines.vllm.start import highest_utilization, utilization
+
+            share = utilization(serving, self.engine.version)
+            if device.free_bytes is not None:
+                share = min(share, highest_utilization(device.free_bytes, device.cuda_bytes))
+            return serving.replace(utilization=share)
+        return serving.replace(utilization=0.9)  # of what is free after loading, TensorRT-LLM's own
+
+    def _held(self, room: Room, load: Load) -> tuple[int, int]:
+        """Requests of the longest and of the usual length that one server's pools hold."""
+        allocation = load.allocation
+        if load.budget <= 0 or allocation is None or not allocation.held:
+            return 0, 0
+        held = (allocation.held if allocation.whole is None else allocation.whole) * self.workers
+        usual = self.ask.prompt + self.ask.answer
+        if usual == self.ask.context:
+            return held, held
+        serving = room.laid.serving.replace(kv_budget=load.budget)
+        _, shorter = room.held(usual, 1, serving)
+        if shorter is None or not shorter.held:
+            return held, held
+        return held, max(held, (shorter.held if shorter.whole is None else shorter.whole) * self.workers)
+
+    def _told(self, room: Room, load: Load) -> Serving:
+        """The options, with the bytes of the cache where the engine takes them: whole blocks, of the poorest rank."""
+        serving, allocation = room.laid.serving, load.allocation
+        if (
+            self.engine.name != "vllm"
+            or allocation is None
+            or not allocation.bytes_per_block
+            or allocation.num_blocks is None
+        ):
+            return serving
+        if self.split.pipeline > 1:
+            return serving  # stages have blocks of several sizes: one number of bytes would not fill them all
+        return serving.replace(kv_budget=allocation.num_blocks * allocation.bytes_per_block)
+
+    def _why(self, load: Load, requests: int) -> str:
+        """Why not one request fits, with the arithmetic."""
+        rank = load.ranks[load.bottleneck]
+        need = ""
+        if load.allocation is not None and load.budget > 0:
+            each = load.kv[load.bottleneck]
+            beside = sum(part.bytes for part in rank.parts)
+            need = (f": {format_bytes(rank.weights)} of weights and {format_bytes(beside)} beside them leave "
+                    f"{format_bytes(load.budget)}, and one request of {self.ask.context:,} tokens takes {format_bytes(each)}")  # fmt: skip
+        return (load.why or "the cache holds not one request") + need
+
+    def _on_host(self, asked: int | None, replicas: int) -> Candidate | Rejection:
+        """A server on a host, which is told how much memory its cache takes: what the requests need and a block that is set
+        aside."""
+        context, requests = self.ask.context, asked or 1
+        plain = self.serving(requests)
+        formats = self.room(plain.replace(kv_budget=1), context)
+        _, allocation = formats.held(context, 1, plain)
+        assert allocation is not None
+        free = self.ask.device.available_bytes - formats.weights[0]
+        size = allocation.blocks_per_request * allocation.bytes_per_block
+        requests = min(requests, (free - allocation.bytes_per_block) // size)
+        if requests < 1:
+            return self.rejection("cache", (
+                f"one request of {context:,} tokens takes {format_bytes(size)}, and weights of "
+                f"{format_bytes(formats.weights[0])} leave {format_bytes(max(0, free))} of {self.ask.device.name}"))  # fmt: skip
+        serving = self.serving(requests).replace(kv_budget=requests * size + allocation.bytes_per_block)
+        room = self.room(serving, context)
+        load = room.load(context, 1)
+        if load.why:
+            return self.rejection("cache", load.why)
+        held, usual = self._held(room, load)
+        return self._candidate(room, load, serving, min(held, requests), min(usual, requests), replicas)
+
+    # -- engines with slots -----------------------------------------------------------------
+
+    def slots(self, asked: int | None, replicas: int) -> Candidate | Rejection:
+        """llama.cpp and Ollama: a slot of the longest length for each request."""
+        wanted = min(asked or MOST_SLOTS, MOST_SLOTS)
+        first: Load | None = None
+        count = wanted
+        while count:
+            serving = Serving(
+                device="gpu" if self.split.gpus else "cpu", slots=count, unified=False, flash_attention=True
+            ).replace(**self.more)
+            total = self.ask.context if self.engine.slots == "own" else count * self.length
+            room = self.room(serving, total)
+            load = room.load(total, 1)
+            first = first or load
+            if load.fits:
+                return self._candidate(room, load, serving, count, count, replicas)
+            if load.budget <= 0:
+                break
+            # Slots take equal parts of the cache, and a few bytes more beside it: so many can fit at most.
+            taken = load.allocation.reserved_bytes if load.allocation is not None else 0
+            count = min(count - 1, count * load.budget // max(taken, 1))
+        assert first is not None
+        rank = load.ranks[load.bottleneck]
+        kind = "weights" if rank.weights >= rank.free or load.budget <= 0 else "cache"
+        return self.rejection(kind, load.why)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a slot: llama.cpp has whole 256ths."""
+        return -(-self.ask.context // 256) * 256
+
+    # -- what comes out ---------------------------------------------------------------------
+
+    def _offloaded(self, room: Room) -> int:
+        """Bytes of the weights that the GPUs have not."""
+        serving = room.laid.serving
+        if serving.cpu_offload is not None:
+            return serving.cpu_offload * self.split.ranks
+        if serving.gpu_layers is None:
+            return 0
+        whole = self.room(serving.replace(gpu_layers=None), self.length)
+        return sum(whole.weights) - sum(room.weights)
+
+    def _candidate(self, room: Room, load: Load, serving: Serving, held: int, usual: int, replicas: int) -> Candidate:
+        ask, split, rank = self.ask, self.split, load.ranks[load.bottleneck]
+        asked = ask.concurrency
+        how = takes.weights(self.engine, ask.device, self.checkpoint.weights)
+        deployment = Deployment(
+            base=ask.spec.id,
+            model=self.checkpoint.name,
+            engine=self.engine,
+            serving=serving,
+            context=ask.context,
+            device=ask.device,
+            weights=self.checkpoint.weights,
+            made=self.checkpoint.made,
+            dtype="auto" if self.engine.slots else takes.dtype(ask.spec, ask.device),
+            kv_dtype=self.kv_dtype,
+            gpus=split.gpus,
+            nodes=split.nodes,
+            replicas=replicas,
+        )
+        each = load.kv[load.bottleneck]
+        if not self.engine.slots:
+            each *= -(-held // self.workers)
+        stack = Stack(rank.device.cuda_bytes, rank.weights, rank.parts, each, max(each, load.reserved(load.bottleneck)))
+        allocation = load.allocation
+        capacity = None
+        if allocation is not None and allocation.capacity_tokens is not None and load.pool:
+            capacity = allocation.capacity_tokens * self.workers * replicas
+        return Candidate(
+            deployment=deployment,
+            checkpoint=self.checkpoint,
+            split=split,
+            stack=stack,
+            capacity=capacity,
+            at_once=min(held * replicas, asked) if asked is not None else held * replicas,
+            usual_at_once=min(usual * replicas, asked) if asked is not None else usual * replicas,
+            asked=asked,
+            offloaded=self._offloaded(room),
+            native=how is not None and takes.computes(how, ask.device),
+            notes=tuple(self._notes(held, usual, stack, load, replicas)),
+        )
+
+    def _notes(self, held: int, usual: int, stack: Stack, load: Load, replicas: int) -> Iterator[str]:
+        asked = self.ask.concurrency
+        if not self.split.gpus and not self.engine.slots:
+            yield f"what {self.engine.name} takes of a host beside weights and cache is not known"
+        if asked is not None and usual * replicas < asked:
+            wanted, beside = -(-asked // replicas), sum(part.bytes for part in stack.parts)
+            each = load.kv[load.bottleneck] // (held if self.engine.slots else 1)
+            yield (f"{plural(wanted, 'request')} of {self.ask.context:,} tokens take {format_bytes(-(-wanted // self.workers) * each)}, "
+                   f"and {format_bytes(stack.weights)} of weights and {format_bytes(beside)} beside them leave "
+                   f"{format_bytes(max(load.budget, 0))} of {format_bytes(stack.device)}: {usual * replicas:,} requests run at once, "
+                   f"and {asked - usual * replicas:,} wait")  # fmt: skip
+        if held < usual:
+            yield (f"all as long as {self.ask.context:,} tokens, {held * replicas:,} run at once: of {usual * replicas:,} usual ones "
+                   "some may be pushed out and start again")  # fmt: skip
