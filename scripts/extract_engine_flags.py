@@ -1,4 +1,4 @@
-"""Rewrite kvctl/data/engine_flags.json: which flags the engines have, and which of them take a value.
+"""Rewrite kvctl/data/engine_flags.json: which flags the engines have, which of them take a value, and one of which.
 
     python scripts/extract_engine_flags.py --sglang SITE_PACKAGES/sglang --llama-cpp common/arg.cpp --vllm
 
@@ -18,10 +18,11 @@ DATA = Path(__file__).resolve().parent.parent / "kvctl/data/engine_flags.json"
 
 OLDER = {
     "vllm": (
-        "--use-v2-block-manager --enable-reasoning --disable-log-requests --disable-async-output-proc",
+        "--use-v2-block-manager --enable-prompt-adapter --task-none --enable-reasoning --disable-log-requests --disable-async-output-proc",
         "--swap-space --num-scheduler-steps --max-seq-len-to-capture --guided-decoding-backend --task --device "
         "--num-lookahead-slots --num-speculative-tokens --speculative-model --rope-scaling --rope-theta "
-        "--preemption-mode --quantization-param-path --scheduler-delay-factor --max-context-len-to-capture --model",
+        "--preemption-mode --quantization-param-path --scheduler-delay-factor --max-context-len-to-capture --worker-use-ray "
+        "--disable-logprobs-during-spec-decoding --model",
     ),
     "llama.cpp": (
         "--no-mmap --mlock --embedding --embeddings -cb --cont-batching -nocb --no-kv-offload -dt --log-disable --no-webui",
@@ -31,34 +32,71 @@ OLDER = {
 
 Flags = tuple[set[str], set[str]]
 """Switches, and flags with a value."""
+Choices = dict[str, list[str]]
+"""Of flags that take one of a few words, those."""
 
 
-def of_vllm() -> Flags:
-    """From the parser of the installed vllm."""
+def of_vllm() -> tuple[Flags, Choices, str]:
+    """From the parser of the installed vllm; with its version."""
+    from importlib.metadata import version
+
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     actions = make_arg_parser(FlexibleArgumentParser())._actions
     switches = {name for action in actions if action.nargs == 0 for name in action.option_strings}
-    return switches, {name for action in actions for name in action.option_strings} - switches
+    values = {name for action in actions for name in action.option_strings} - switches
+    choices = {
+        name: [*map(str, action.choices)] for action in actions if action.choices for name in action.option_strings
+    }
+    return (switches, values), choices, version("vllm").partition("+")[0]
 
 
-def of_sglang(package: Path) -> Flags:
-    """From the annotated fields of its argument groups and its deprecated arguments."""
+def of_sglang(package: Path) -> tuple[Flags, Choices, str]:
+    """From the annotated fields of its argument groups and its deprecated arguments; with its version."""
     switches: set[str] = set()
     values: set[str] = set()
+    choices: Choices = {}
+    lists = _lists(package / "srt/arg_groups/choices.py")
     for path in sorted((package / "srt/arg_groups/fields").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                _sglang_field(node.target.id, node.annotation, switches, values)
+                _sglang_field(node.target.id, node.annotation, switches, values, choices, lists)
     text = (package / "srt/server_args.py").read_text(encoding="utf-8")
     for call in re.finditer(r"parser\.add_argument\((.*?)\n {8}\)", text, re.S):
         names = set(re.findall(r'^\s*"(--[\w-]+)"', call[1], re.M))
         (switches if re.search("StoreTrue|StoreConst|store_true", call[1]) else values).update(names)
-    return switches, values - switches
+    values -= switches
+    return (switches, values), {name: words for name, words in choices.items() if name in values}, _version_of(package)
 
 
-def _sglang_field(name: str, hint: ast.expr, switches: set[str], values: set[str]) -> None:
+def _version_of(package: Path) -> str:
+    """Of an unpacked wheel: its metadata lies beside the package."""
+    found = next(package.parent.glob("sglang-*.dist-info"), None)
+    return found.name.split("-")[1].removesuffix(".dist") if found is not None else ""
+
+
+def _lists(module: Path) -> dict[str, list[str]]:
+    """Lists of words that a module names."""
+    out = {}
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.List):
+            out[node.targets[0].id] = [str(item.value) for item in node.value.elts if isinstance(item, ast.Constant)]
+    return out
+
+
+def _words(node: ast.expr | None, lists: dict[str, list[str]]) -> list[str]:
+    """The words of a choice: a list, or the name of one; none where code makes them."""
+    if isinstance(node, ast.Name):
+        return lists.get(node.id, [])
+    if isinstance(node, (ast.List, ast.Tuple)) and all(isinstance(item, ast.Constant) for item in node.elts):
+        return [str(item.value) for item in node.elts if isinstance(item, ast.Constant)]
+    return []
+
+
+def _sglang_field(
+    name: str, hint: ast.expr, switches: set[str], values: set[str], choices: Choices, lists: dict[str, list[str]]
+) -> None:
     if not (isinstance(hint, ast.Subscript) and isinstance(hint.value, ast.Name) and hint.value.id == "A"):
         return
     assert isinstance(hint.slice, ast.Tuple)
@@ -80,6 +118,8 @@ def _sglang_field(name: str, hint: ast.expr, switches: set[str], values: set[str
         switches.update(names)
     else:
         values.update(names)
+        if words := _words(facts.get("choices"), lists):
+            choices |= dict.fromkeys(names, words)
 
 
 def of_llama_cpp(source: Path) -> Flags:
@@ -105,10 +145,13 @@ def main() -> None:
     args = parser.parse_args()
     data = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     found: dict[str, Flags] = {}
+    more: dict[str, tuple[Choices, str]] = {}
     if args.vllm:
-        found["vllm"] = of_vllm()
+        found["vllm"], choices, version = of_vllm()
+        more["vllm"] = choices, version
     if args.sglang:
-        found["sglang"] = of_sglang(args.sglang)
+        found["sglang"], choices, version = of_sglang(args.sglang)
+        more["sglang"] = choices, version
     if args.llama_cpp:
         found["llama.cpp"] = of_llama_cpp(args.llama_cpp)
     for engine, (switches, values) in found.items():
@@ -117,6 +160,9 @@ def main() -> None:
             "switches": " ".join(sorted(switches | set(old_switches.split()))),
             "values": " ".join(sorted((values | set(old_values.split())) - switches)),
         }
+        if engine in more:
+            choices, version = more[engine]
+            data[engine] |= {"version": version, "choices": {name: " ".join(choices[name]) for name in sorted(choices)}}
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 from kvctl.allocation import Serving
@@ -93,4 +94,4 @@ def _texts(flag: Flag, value: Any) -> list[str]:
 
 def _plain(value: float) -> str:
     """A number; a whole one without a point, as some engines read no other."""
-    return str(int(value)) if value == int(value) else repr(value)
+    return str(int(value)) if value == int(value) else format(Decimal(repr(value)), "f")

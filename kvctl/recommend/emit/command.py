@@ -97,6 +97,7 @@ def command(deployment: Deployment, site: Site, place: Place | None = None) -> C
     place = place or Place(site.host)
     nodes.check(deployment, site)
     serving = told(deployment)
+    _on_load(deployment)
     build = _ENGINES[deployment.engine.name]
     return build(deployment, serving, site, place)
 

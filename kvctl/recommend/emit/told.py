@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
-from kvctl.units import GIB
+from kvctl.units import GIB, MIB
 
 if TYPE_CHECKING:
     from kvctl.allocation import Serving
@@ -71,7 +71,11 @@ def _whole(serving: Serving) -> Serving:
 def _vllm(deployment: Deployment, serving: Serving) -> Serving:
     if serving.offload and serving.offload_backend is None:
         serving = serving.replace(offload_backend="native")
-    return _whole(serving)
+    # Both are told in GiB: of whole MiB these are short, and exact.
+    return _whole(serving).replace(
+        offload=None if serving.offload is None else serving.offload // MIB * MIB,
+        cpu_offload=None if serving.cpu_offload is None else -(-serving.cpu_offload // MIB) * MIB,
+    )
 
 
 def _sglang(deployment: Deployment, serving: Serving) -> Serving:
@@ -79,6 +83,9 @@ def _sglang(deployment: Deployment, serving: Serving) -> Serving:
     return _whole(serving).replace(
         kv_budget=None,
         expert_parallel=False,
+        # What it does unless it is told not to has no option.
+        prefix_caching=None if serving.prefix_caching else serving.prefix_caching,
+        hybrid_disabled=serving.hybrid_disabled or None,
         chunked_prefill=None,
         max_batched=None if serving.chunked_prefill is False else serving.max_batched,
         host_gb=None if serving.host_gb is None else float(math.ceil(serving.host_gb)),
