@@ -121,7 +121,8 @@ def figures(one: Judged) -> list[tuple[str, str, str]]:
             )
         )
         out.append(("how sure", sure, f"hangs on: {speed.assumption}"))
-    out.append(("quality", loss_words(one.loss), one.loss.source))
+    first, *rest = one.loss.source.split("; ")
+    out.append(("quality", loss_words(one.loss), first + (f"; and {len(rest)} more, in --json" if rest else "")))
     out.append(("cost", money(one.cost), ""))
     return [(label, one_line(value), one_line(words)) for label, value, words in out]
 
@@ -133,7 +134,8 @@ def loss_words(loss: Loss) -> str:
     if not loss.metric:
         return "nothing lost"
     how = "measured" if loss.measured else "published"
-    return f"{loss.percent.mid:.2g}% lost ({loss.percent.low:.2g} to {loss.percent.high:.2g}%, {loss.metric}, {how})"
+    lost = f"{loss.percent.mid:.2g}% lost" if loss.percent.mid > 0 else "no loss seen"
+    return f"{lost} ({loss.percent.low:.2g} to {loss.percent.high:.2g}%, {loss.metric}, {how})"
 
 
 def _span(found: Range) -> str:
@@ -178,7 +180,7 @@ def _cells(one: Judged) -> list[str]:
     return [
         str(one.cost.gpus), f"{one.candidate.at_once:,}", "–" if speed is None else seconds(speed.ttft.mid),
         "–" if speed is None else seconds(speed.tpot.mid), "–" if speed is None else f"{speed.output_rate.mid:,.0f}",
-        "?" if one.loss.percent is None else f"{one.loss.percent.mid:.2g}%", hour,
+        "?" if one.loss.percent is None else f"{max(one.loss.percent.mid, 0):.2g}%", hour,
     ]  # fmt: skip
 
 

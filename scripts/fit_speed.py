@@ -65,8 +65,12 @@ class Data:
         for o in observed:
             count[o.point.id] = count.get(o.point.id, 0) + 1
             group[o.point.group] = group.get(o.point.group, 0) + 1
-        self.trust = np.array([o.point.trust / math.sqrt(count[o.point.id]) * group[o.point.group] ** -0.15 for o in observed])
-        self.names: dict[str, list[str]] = {name: sorted({x for o in observed for x in effects(name, o.facts)}) for name in EFFECTS}
+        self.trust = np.array(
+            [o.point.trust / math.sqrt(count[o.point.id]) * group[o.point.group] ** -0.15 for o in observed]
+        )
+        self.names: dict[str, list[str]] = {
+            name: sorted({x for o in observed for x in effects(name, o.facts)}) for name in EFFECTS
+        }
         self.members = {
             name: np.array([[float(effect in effects(name, o.facts)) for effect in self.names[name]] for o in observed]).reshape(len(observed), -1)
             for name in EFFECTS
@@ -80,8 +84,20 @@ def predict(data: Data, e: Efficiency) -> Any:
     found = np.empty(len(data.observed))
     for kind in np.unique(data.kinds):
         rows = data.kinds == kind
-        cut = lambda record: type(record)(*(getattr(record, n)[rows] for n in record._fields))  # noqa: E731
-        found[rows] = sp.predicted(kind, cut(data.step), cut(data.prompt), cut(e), data.others[rows], data.output[rows], data.requests[rows], data.groups[rows])
+
+        def cut(record: Any, rows: Any = rows) -> Any:
+            return type(record)(*(getattr(record, n)[rows] for n in record._fields))
+
+        found[rows] = sp.predicted(
+            kind,
+            cut(data.step),
+            cut(data.prompt),
+            cut(e),
+            data.others[rows],
+            data.output[rows],
+            data.requests[rows],
+            data.groups[rows],
+        )
     return found
 
 
@@ -93,7 +109,10 @@ def unpack(x: Any, names: dict[str, list[str]]) -> dict[str, Any]:
     table, at = {}, 0
     for name in EFFECTS:
         size = len(names[name])
-        table[name] = {"base": float(x[at]), "effects": dict(zip(names[name], map(float, x[at + 1 : at + 1 + size]), strict=True))}
+        table[name] = {
+            "base": float(x[at]),
+            "effects": dict(zip(names[name], map(float, x[at + 1 : at + 1 + size]), strict=True)),
+        }
         at += 1 + size
     return table
 
@@ -177,38 +196,76 @@ def price(data: Data, table: dict[str, Any]) -> Any:
     return predict(data, e)
 
 
-def cross(data: Data, folds: int = 8, *, by: str = "group") -> Any:
-    """Predictions of every observation by a fit without its combination."""
+def folds_of(data: Data, by: str, folds: int = 8) -> Any:
+    """The part of the data that each observation is in; what shares `by` is in one."""
     groups = sorted({getattr(o.point, by) for o in data.observed})
     folds = min(folds, len(groups))
-    rng = np.random.default_rng(0)
-    of = dict(zip(groups, rng.permutation(len(groups)) % folds, strict=True))
-    fold = np.array([of[getattr(o.point, by)] for o in data.observed])
+    of = dict(zip(groups, np.random.default_rng(0).permutation(len(groups)) % folds, strict=True))
+    return np.array([of[getattr(o.point, by)] for o in data.observed])
+
+
+def cross(data: Data, by: str = "group") -> Any:
+    """Predictions of every observation by a fit without what it shares `by` with: a combination of model, GPU and engine, a GPU, an engine."""
+    fold = folds_of(data, by)
     out = np.empty(len(data.observed))
-    for number in range(folds):
+    for number in sorted(set(fold)):
         table = fit(data.take(np.flatnonzero(fold != number)))
         rows = np.flatnonzero(fold == number)
         out[rows] = price(data.take(rows), table)
     return out
 
 
+def inside(data: Data, found: Any, by: str = "group") -> Any:
+    """Whether each observation lies in the range that all other parts of the data would have given it."""
+    fold = folds_of(data, by)
+    off = np.log(data.value / found)
+    out = np.empty(len(data.observed), dtype=bool)
+    for number in sorted(set(fold)):
+        others = np.flatnonzero(fold != number)
+        rows = spread(data.take(others), found[others])
+        for index in np.flatnonzero(fold == number):
+            o = data.observed[index]
+            row = rows[sp.FIGURES[o.kind]]
+            low, high = row.get(o.facts["G"] or o.facts["E"], row["all"])
+            out[index] = low <= off[index] <= high
+    return out
+
+
 def load(path: str) -> Data:
-    text = Path(path).read_text()
-    records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
-    named = records[0].get("sources", {})
-    records = [{**record, "source": named.get(record["source"], record["source"])} for record in records if "sources" not in record]
-    observed: list[sp.Observation] = []
-    left: dict[str, int] = {}
-    for record in records:
-        point = sp.read(record)
-        found = point if isinstance(point, str) else sp.observations(point)
-        if isinstance(found, str):
-            left[found] = left.get(found, 0) + 1
-        else:
-            observed += found
+    observed, left = sp.load(path)
     for why, count in left.items():
         print(f"left out: {count} × {why}", file=sys.stderr)
     return Data(observed)
+
+
+PHASES = {
+    "tpot": "decode (time between tokens)",
+    "ttft": "time to the first token under load",
+    "prefill": "prefill alone",
+    "rate": "throughput of whole runs",
+}
+KEYS = (
+    ("all", lambda o: "all figures"),
+    ("phase", lambda o: PHASES[sp.FIGURES[o.kind]]),
+    ("engine", lambda o: o.facts["E"] + (" before 2025" if o.facts["G"] else "")),
+    ("GPU", lambda o: o.facts["C"]),
+    (
+        "engine and phase",
+        lambda o: f"{o.facts['E']}{' before 2025' if o.facts['G'] else ''}, {PHASES[sp.FIGURES[o.kind]]}",
+    ),
+)
+
+
+def table_of(data: Data, found: Any, held: Any, by: str, key: Any) -> list[dict[str, Any]]:
+    """Rows of errors: how many figures, the median error and that of nine of ten (percent), and the share inside the range (percent)."""
+    off = np.abs(found / data.value - 1)
+    groups: dict[str, list[int]] = {}
+    for index, o in enumerate(data.observed):
+        groups.setdefault(key(o), []).append(index)
+    return [
+        {"by": by, "name": name, "figures": len(rows), "median": round(100 * float(np.median(off[rows])), 1),
+         "inside": round(100 * float(np.mean(held[rows])), 1)} for name, rows in sorted(groups.items())
+    ]  # fmt: skip
 
 
 def summary(data: Data, found: Any, key: Any) -> None:
@@ -218,12 +275,11 @@ def summary(data: Data, found: Any, key: Any) -> None:
         groups.setdefault(key(o), []).append(index)
     for name, rows in sorted(groups.items(), key=lambda item: str(item[0])):
         part = off[rows]
-        print(f"{name!s:60} n {len(rows):4}  median {100 * np.median(np.abs(np.expm1(part))):5.1f}%  bias {100 * np.expm1(np.median(part)):6.1f}%  90% {100 * np.quantile(np.abs(np.expm1(part)), 0.9):6.1f}%")
+        print(
+            f"{name!s:60} n {len(rows):4}  median {100 * np.median(np.abs(np.expm1(part))):5.1f}%  bias {100 * np.expm1(np.median(part)):6.1f}%  90% {100 * np.quantile(np.abs(np.expm1(part)), 0.9):6.1f}%"
+        )
 
 
-FIGURES = {"token": "tpot", "between": "tpot", "first": "ttft", "prompt": "prefill", "prompt ms": "prefill", "batch": "rate", "served": "rate",
-           "full": "rate"}  # fmt: skip
-"""Kinds of observation → kinds of figure that ranges are kept for."""
 SHARE, ENOUGH = 0.94, 30
 """Share of residuals that a range is to hold (above nine of ten, for what is judged is other data), and how many make one of their own."""
 
@@ -232,10 +288,10 @@ def spread(data: Data, found: Any) -> dict[str, Any]:
     """Kind of figure → "all" or an engine and its age → logarithms that hold `SHARE` of what was measured over what was predicted."""
     off = np.log(data.value / found)
     out: dict[str, Any] = {}
-    for kind in sorted(set(FIGURES.values())):
+    for kind in sorted(set(sp.FIGURES.values())):
         rows: dict[str, list[float]] = {}
         for o, value in zip(data.observed, off, strict=True):
-            if FIGURES[o.kind] == kind:
+            if sp.FIGURES[o.kind] == kind:
                 rows.setdefault("all", []).append(value)
                 rows.setdefault(o.facts["G"] or o.facts["E"], []).append(value)
         out[kind] = {name: [round(float(np.quantile(part, q)), 3) for q in ((1 - SHARE) / 2, (1 + SHARE) / 2)]
@@ -269,21 +325,25 @@ def main() -> None:
     table = fit(data)
     print(len(data.observed), "figures,", sum(1 + len(v) for v in data.names.values()), "coefficients")
     unseen = cross(data)
+    held = inside(data, unseen)
     print("of combinations of model, GPU and engine that a fit had not seen:")
-    for key in (lambda o: "all", lambda o: FIGURES[o.kind], lambda o: (o.facts["G"] or o.facts["E"], FIGURES[o.kind])):
-        summary(data, unseen, key)
-    by_card, by_engine = cross(data, by="gpu"), cross(data, by="engine")
-    print("of GPUs, and of engines, that a fit had not seen:")
-    summary(data, by_card, lambda o: "GPUs")
-    summary(data, by_engine, lambda o: "engines")
+    errors = [row for key in KEYS for row in table_of(data, unseen, held, *key)]
+    by_card, by_engine = cross(data, "gpu"), cross(data, "engine")
+    errors += table_of(data, by_card, inside(data, by_card, "gpu"), "never seen", lambda o: "the GPU")
+    errors += table_of(data, by_engine, inside(data, by_engine, "engine"), "never seen", lambda o: "the engine")
+    for row in errors:
+        print(row)
     near = spread(data, unseen)
     card = widest(spread(data, by_card), near)
     far = {kind: {"all": rows["all"]} for kind, rows in spread(data, by_engine).items()}
-    far = {kind: {"all": [min(rows["all"][0], card[kind]["all"][0]), max(rows["all"][1], card[kind]["all"][1])]} for kind, rows in far.items()}
+    far = {
+        kind: {"all": [min(rows["all"][0], card[kind]["all"][0]), max(rows["all"][1], card[kind]["all"][1])]}
+        for kind, rows in far.items()
+    }
     rounded = {name: {"base": round(row["base"], 4), "effects": {k: round(v, 4) for k, v in sorted(row["effects"].items()) if abs(v) >= 5e-4}}
                for name, row in table.items()}  # fmt: skip
     result = {"about": "written by scripts/fit_speed.py", "figures": len(data.observed), "measured": measured(data),
-              "coefficients": rounded, "spread": {"combination": near, "card": card, "engine": far}}  # fmt: skip
+              "coefficients": rounded, "spread": {"combination": near, "card": card, "engine": far}, "errors": errors}  # fmt: skip
     if options.write:
         path = Path(__file__).resolve().parent.parent / "kvctl" / "data" / "speed.json"
         path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")

@@ -41,7 +41,9 @@ MODELS = {
     "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "cogito-v1-preview-qwen-32b": "Qwen/Qwen2.5-32B-Instruct",  # fine-tuned from it
 }
-_TAIL = re.compile(r"(-(fp4|nvfp4|fp8|fp8-kv|mxfp4|mxfp4-q8|q8|4bit|8bit|gptq-8bit|gptq-int4|gptq-int8|int4|int8|awq|gguf|qat|hf|bf16|fp16|exl2|mlx))+$")
+_TAIL = re.compile(
+    r"(-(fp4|nvfp4|fp8|fp8-kv|mxfp4|mxfp4-q8|q8|4bit|8bit|gptq-8bit|gptq-int4|gptq-int8|int4|int8|awq|gguf|qat|hf|bf16|fp16|exl2|mlx))+$"
+)
 
 
 class Point(Record):
@@ -127,7 +129,16 @@ def model(name: str) -> ModelSpec | None:
 def _model(name: str) -> ModelSpec | None:
     short = name.rpartition("/")[2]
     bare = _TAIL.sub("", short.lower())
-    for candidate in (name, short, MODELS.get(short.lower()), MODELS.get(bare), bare, bare + "-instruct", bare + "-it", bare.removesuffix("-instruct")):
+    for candidate in (
+        name,
+        short,
+        MODELS.get(short.lower()),
+        MODELS.get(bare),
+        bare,
+        bare + "-instruct",
+        bare + "-it",
+        bare.removesuffix("-instruct"),
+    ):
         if candidate is None:
             continue
         try:
@@ -142,7 +153,12 @@ def gpu(name: str) -> Any:
     if name == "A100 (memory size not stated)":
         return find("A100 40GB SXM")[0]  # of Polaris, a machine with that card
     plain_name = re.sub(r"\(.*?\)", "", name).strip()
-    tries = [name, plain_name, re.sub(r"\s\d+\s?GB.*", "", plain_name), re.sub(r"\s\d+-Core GPU", "", re.sub(r"\s\d+\s?GB.*", "", plain_name), flags=re.I)]
+    tries = [
+        name,
+        plain_name,
+        re.sub(r"\s\d+\s?GB.*", "", plain_name),
+        re.sub(r"\s\d+-Core GPU", "", re.sub(r"\s\d+\s?GB.*", "", plain_name), flags=re.I),
+    ]
     tries.append(re.sub(r"\s\d+-core", "", tries[-1], flags=re.I))
     tries += [f"Apple {text}" for text in tries[-1:]]
     tries += [text.removeprefix("AMD ") for text in tries]
@@ -195,7 +211,13 @@ def weights(record: dict[str, Any], spec: ModelSpec) -> str | None:
 
 def engine_of(record: dict[str, Any]) -> tuple[str, str]:
     """kvctl's name of the engine, and "old" for those whose performance is of another age."""
-    name = {"ollama": "llama.cpp", "TensorRT-LLM": "tensorrt-llm", "NIM (TensorRT-LLM)": "tensorrt-llm", "vLLM": "vllm", "SGLang": "sglang"}.get(record["engine"], record["engine"].lower())
+    name = {
+        "ollama": "llama.cpp",
+        "TensorRT-LLM": "tensorrt-llm",
+        "NIM (TensorRT-LLM)": "tensorrt-llm",
+        "vLLM": "vllm",
+        "SGLang": "sglang",
+    }.get(record["engine"], record["engine"].lower())
     version = str(record.get("engine_version") or "")
     number = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(number[1]), int(number[2])) if number else None
@@ -216,6 +238,11 @@ def engine_of(record: dict[str, Any]) -> tuple[str, str]:
 
 MOST = 2048
 """Requests in a batch, where memory would hold more."""
+
+
+FIGURES = {"token": "tpot", "between": "tpot", "first": "ttft", "prompt": "prefill", "prompt ms": "prefill", "batch": "rate",
+           "served": "rate", "full": "rate"}  # fmt: skip
+"""Kinds of observation → kinds of figure that ranges are kept for."""
 
 
 class Observation(Record):
@@ -250,7 +277,9 @@ def capacity(point: Point, laid: Any, tokens: float) -> float:
     held = point.card.device_mib * 2**20 * 0.9 - 2.5e9
     demand = step(laid, 1, tokens)
     work, (dense, each, head) = laid.work, laid.bytes_of
-    stored = (work.dense * dense + 2 * work.head * head) / laid.tensor / laid.pipeline + work.experts * work.expert * each / laid.spread / laid.pipeline
+    stored = (
+        work.dense * dense + 2 * work.head * head
+    ) / laid.tensor / laid.pipeline + work.experts * work.expert * each / laid.spread / laid.pipeline
     one = demand.cache * laid.peaks.bandwidth / laid.pipeline
     return max((held - stored) / max(one, 1.0), 0.5) * laid.data
 
@@ -270,7 +299,17 @@ def observations(point: Point) -> list[Observation] | str:
     i, o, c = point.input, point.output, point.concurrency
     found: list[Observation] = []
 
-    def add(metric: str, value: float, kind: str, demand: Any, asked: Any, others: float = 0.0, output: float = 1.0, requests: float = 1.0, groups: float = 1.0) -> None:
+    def add(
+        metric: str,
+        value: float,
+        kind: str,
+        demand: Any,
+        asked: Any,
+        others: float = 0.0,
+        output: float = 1.0,
+        requests: float = 1.0,
+        groups: float = 1.0,
+    ) -> None:
         found.append(Observation(point, metric, value, kind, demand, asked, others, output, requests, groups, known))
 
     for metric, value in point.figures.items():
@@ -278,10 +317,24 @@ def observations(point: Point) -> list[Observation] | str:
             continue
         if metric in ("decode_tok_s_request", "decode_tok_s_total"):
             batch = c or 1
-            add(metric, value, "token", step(laid, batch, (i or 0) + (o or 32) / 2), prompt(laid, 1), requests=1 if metric.endswith("request") else batch)
+            add(
+                metric,
+                value,
+                "token",
+                step(laid, batch, (i or 0) + (o or 32) / 2),
+                prompt(laid, 1),
+                requests=1 if metric.endswith("request") else batch,
+            )
             continue
         if metric == "prefill_tok_s":
-            add(metric, value, "prompt", step(laid, 1, 1), prompt(laid, i, c or 1, chunk, before=point.before, pipelined=True), requests=(c or 1) * i)
+            add(
+                metric,
+                value,
+                "prompt",
+                step(laid, 1, 1),
+                prompt(laid, i, c or 1, chunk, before=point.before, pipelined=True),
+                requests=(c or 1) * i,
+            )
             continue
         if i is None or o is None:
             continue
@@ -292,21 +345,49 @@ def observations(point: Point) -> list[Observation] | str:
         if point.saturated:
             held = min(room, MOST * laid.data)
             mine = max(held / laid.data, 1.0)
-            add(metric, value, "full", step(laid, held, length), prompt(laid, i, mine, chunk, pipelined=True), requests=mine, output=o, groups=laid.data * o)
+            add(
+                metric,
+                value,
+                "full",
+                step(laid, held, length),
+                prompt(laid, i, mine, chunk, pipelined=True),
+                requests=mine,
+                output=o,
+                groups=laid.data * o,
+            )
             continue
         if c is None:
             continue
         held = min(c, max(room, 1.0))
         mine = max(held / laid.data, 1.0)
         demand = step(laid, held, length)
-        if metric in ("e2e_latency_s", "total_tok_s", "speed_in_plus_out_tok_s") or (metric == "output_tok_s_total" and "ttft_ms" not in point.figures and "QwenLM" in point.source):
-            add(metric, value, "batch", demand, prompt(laid, i, mine, chunk, pipelined=True), output=o, requests=c / held,
-                groups={"e2e_latency_s": 0.0, "output_tok_s_total": c * o}.get(metric, float(c * (i + o))))
+        if metric in ("e2e_latency_s", "total_tok_s", "speed_in_plus_out_tok_s") or (
+            metric == "output_tok_s_total" and "ttft_ms" not in point.figures and "QwenLM" in point.source
+        ):
+            add(
+                metric,
+                value,
+                "batch",
+                demand,
+                prompt(laid, i, mine, chunk, pipelined=True),
+                output=o,
+                requests=c / held,
+                groups={"e2e_latency_s": 0.0, "output_tok_s_total": c * o}.get(metric, float(c * (i + o))),
+            )
         elif metric == "ttft_ms":
             if o == 1:
                 add(metric, value, "prompt ms", demand, prompt(laid, i, mine, chunk))
             else:
-                add(metric, value, "first", demand, prompt(laid, i, 1, chunk), others=mine - 1, output=o, requests=c / held)
+                add(
+                    metric,
+                    value,
+                    "first",
+                    demand,
+                    prompt(laid, i, 1, chunk),
+                    others=mine - 1,
+                    output=o,
+                    requests=c / held,
+                )
         elif metric in ("tpot_ms", "itl_ms"):
             add(metric, value, "between", demand, prompt(laid, i, 1, chunk), others=mine - 1, output=o)
         elif metric == "output_tok_s_total":
@@ -337,3 +418,29 @@ def predicted(kind: Any, d: Any, p: Any, e: Any, others: Any, output: Any, reque
     if kind == "between":
         return 1000 * between
     return groups / (first + output * between)
+
+
+def load(path: str) -> tuple[list[Observation], dict[str, int]]:
+    """Every figure of a file of records (a JSON list, or JSON lines), and why others were left out, with how many."""
+    import json
+    from pathlib import Path
+
+    text = Path(path).read_text()
+    records = (
+        json.loads(text)
+        if text.lstrip().startswith("[")
+        else [json.loads(line) for line in text.splitlines() if line.strip()]
+    )
+    named = next((record["sources"] for record in records if "sources" in record), {})
+    found: list[Observation] = []
+    left: dict[str, int] = {}
+    for record in records:
+        if "sources" in record:
+            continue
+        point = read({**record, "source": named.get(record.get("source"), record.get("source") or "")})
+        mine = point if isinstance(point, str) else observations(point)
+        if isinstance(mine, str):
+            left[mine] = left.get(mine, 0) + 1
+        else:
+            found += mine
+    return found, left

@@ -115,14 +115,14 @@ def test_siblings_differ_in_the_size_alone() -> None:
 
 
 def test_other_formats_where_quality_rules_them_out() -> None:
-    def plain(each: Candidate) -> bool:
+    def plain(_: Ask, each: Candidate) -> bool:
         return each.deployment.weights == "bf16" and each.deployment.kv_dtype == "auto"
 
     request = asked("Qwen2.5-72B-Instruct", "A100-80GB", 4096, 1, VLLM)
     assert holding(request, plain) is None
     near = nearest.formats(request, plain)
     assert near is not None
-    assert not plain(near.candidate)
+    assert not plain(request, near.candidate)
     assert near.candidate.deployment.weights in near.words
     # Other directions keep to what is allowed: 135 GiB of weights on two.
     more = nearest.more_gpus(request, plain)

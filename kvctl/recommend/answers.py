@@ -171,7 +171,8 @@ def _money(one: Judged) -> float:
 
 
 def _lost(one: Judged) -> float:
-    return one.loss.percent.mid if one.loss.percent is not None else float("inf")
+    """Percent; a test that came out better is no gain of the format."""
+    return max(one.loss.percent.mid, 0.0) if one.loss.percent is not None else float("inf")
 
 
 def _rate(one: Judged) -> float:
@@ -215,7 +216,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
 
 
 def _percent(one: Judged) -> str:
-    return "an unknown share" if one.loss.percent is None else f"{one.loss.percent.mid:.2g}%"
+    return "an unknown share" if one.loss.percent is None else f"{_lost(one):.2g}%"
 
 
 def binding(one: Judged, ask: Ask) -> tuple[str, str]:

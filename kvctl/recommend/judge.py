@@ -26,6 +26,8 @@ USUAL_LOSS = 1.0
 """Percent that may be lost where nobody says how much: what makers of quantized checkpoints call lossless."""
 STEP = 1.05
 """Figures within so much of each other count as equal: predictions are less exact than that."""
+ANY_LOSS = 100.0
+"""A bound that takes formats of which nobody published what they lose."""
 _MADE = ("stored", "load", "make")
 
 
@@ -164,8 +166,12 @@ class Judge:
         if candidate.queues:
             missed.append(f"{candidate.usual_at_once:,} of {ask.concurrency:,} requests run at once")
         verdict = loss.allowed(self.limit)
-        if verdict in ("no", "unknown"):
-            told = "nobody published what it loses" if loss.percent is None else f"loses {loss.percent.mid:.2g}%"
+        if verdict == "no" or (verdict == "unknown" and self.limit < ANY_LOSS):
+            told = "nobody published what it loses"
+            if loss.percent is not None:
+                told = f"loses {max(loss.percent.mid, 0):.2g}%"
+                if loss.percent.mid <= self.limit:
+                    told += f", and up to {loss.percent.high:.2g}% by the one figure there is"
             missed.append(f"quality: {told}, and {self.limit:g}% is the most")
         sure = sure and verdict == "yes"
         for name, limit in (("ttft", ask.ttft), ("tpot", ask.tpot)):

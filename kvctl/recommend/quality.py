@@ -58,10 +58,14 @@ class Loss(Record):
     """Which figures: models and benchmarks."""
 
     def allowed(self, limit: float) -> str:
-        """ "yes" where no figure is beyond the limit (percent), "no" where the middle one is, "depends" between; "unknown"."""
+        """ "yes" where no figure is beyond the limit (percent), "no" where the middle one is, "depends" between; "unknown".
+
+        Of what one figure alone tells, the worst that it leaves open counts: 500 questions tell losses of two points from none
+        only just.
+        """
         if self.percent is None:
             return "unknown"
-        if self.percent.mid > limit:
+        if self.percent.mid > limit or (self.sure == "low" and self.percent.high > limit):
             return "no"
         return "yes" if self.percent.high <= limit else "depends"
 
@@ -174,7 +178,7 @@ def published(kind: str, name: str, model: str, parameters: int | None, why: str
     percent = Range(min(low for low, _ in spans), median(row.percent for row in chosen), max(high for _, high in spans))
     sources = list(dict.fromkeys(row.source for row in chosen))
     sure = "high" if len(chosen) >= 3 and len(sources) > 1 else "medium" if len(chosen) > 1 else "low"
-    if parameters is None or relation or all(row.quoted or row.most for row in chosen):
+    if parameters is None or (relation and not relation.get("finer")) or all(row.quoted or row.most for row in chosen):
         sure = "low"
     words = [address(source) for source in sources]
     if relation:

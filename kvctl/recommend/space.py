@@ -10,6 +10,8 @@ The space is exhaustive but for what is never better than something that stays. 
 - Such stages, and servers over several nodes, only where fewer GPUs do not hold all: they add memory, and no speed.
 - Expert parallelism comes with data parallelism: with tensor parallelism alone both hold and read the same bytes, and whole
   experts are loaded unevenly.
+- Experts are spread over ranks that divide them: an uneven share lets all wait for the fullest rank (SGLang and TensorRT-LLM refuse
+  it).
 - Attention on ranks of their own, and tokens dealt out over ranks, only where ranks would otherwise hold the same keys
   (latents, or fewer KV heads than ranks): elsewhere nothing is repeated that they could save. Tokens are dealt out over all
   such ranks or none: the exchange comes with the first step, the memory grows with the last.
@@ -144,7 +146,8 @@ def _dealt(engine: Engine, spec: ModelSpec, split: Split) -> Iterator[Split]:
 def _attending(engine: Engine, spec: ModelSpec, split: Split) -> Iterator[Split]:
     """Attention on ranks of their own, experts spread over all."""
     ranks = split.ranks
-    if mixture(spec) and (spec.keeps(LatentAttention) or _kv_heads(spec) < ranks):
+    count = experts(spec)
+    if count and count % ranks == 0 and (spec.keeps(LatentAttention) or _kv_heads(spec) < ranks):
         yield split.replace(tensor=1 if engine.name == "vllm" else ranks, data=ranks)
 
 
@@ -153,13 +156,19 @@ def _kv_heads(spec: ModelSpec) -> int:
     return max((s.kv_heads for layer, _ in spec.groups for s in layer.states if isinstance(s, Attention)), default=0)
 
 
-def mixture(spec: ModelSpec) -> bool:
-    """Whether the model has experts."""
+def experts(spec: ModelSpec) -> int:
+    """Experts of a mixture; 0 without any."""
     from kvctl.engines.widths import EXPERTS, first
     from kvctl.families import text_fields
     from kvctl.families.fields import Fields
 
-    return first(text_fields(Fields(spec.config)), EXPERTS) > 1
+    count = first(text_fields(Fields(spec.config)), EXPERTS)
+    return count if count > 1 else 0
+
+
+def mixture(spec: ModelSpec) -> bool:
+    """Whether the model has experts."""
+    return experts(spec) > 0
 
 
 def linked(device: Device) -> bool:

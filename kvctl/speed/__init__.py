@@ -124,7 +124,7 @@ class Prepared(Record):
         service = first + max(answer - 1, 0) * between
         # Those that memory does not hold wait until others end.
         first += (asked / inside - 1) * service
-        return self._speed(prompt, answer, inside, first, between, inside / service)
+        return self._speed(prompt, answer, inside, first, between)
 
     def coming(self, prompt: int, answer: int, rate: float, held: float) -> Speed:
         """Figures with `rate` requests a second, of which at most `held` are in service.
@@ -151,16 +151,22 @@ class Prepared(Record):
             first += load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load)) * service
         else:
             first = math.inf
-        return self._speed(prompt, answer, inside, first, between, min(rate, most)).replace(sustained=load < 1)
+        found = self._speed(prompt, answer, inside, first, between)
+        # As many leave as come, as long as that is sustained; what would be is as uncertain as everything.
+        slow, fast = (one / found.request_rate.mid for one in (found.request_rate.low, found.request_rate.high))
+        requests = Range(min(rate, most * slow), min(rate, most), min(rate, most * fast))
+        return found.replace(request_rate=requests, output_rate=_times(requests, answer), sustained=load < 1)
 
-    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float, rate: float) -> Speed:
+    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float) -> Speed:
         best_first, best_between = self.best(prompt, answer, inside)
         ttft = self._range("ttft", first, least=best_first)
         tpot = self._range("tpot", between, least=best_between)
-        requests = self._range("rate", rate)
+        more = max(answer - 1, 0)
+        requests = Range(*(inside / (one + more * other) for one, other in (
+            (ttft.high, tpot.high), (ttft.mid, tpot.mid), (ttft.low, tpot.low))))  # fmt: skip
         bounds = self.bounds(prompt, answer, inside)
         return Speed(
-            ttft=ttft, tpot=tpot, output_rate=Range(*(answer * value for value in (requests.low, requests.mid, requests.high))),
+            ttft=ttft, tpot=tpot, output_rate=_times(requests, answer),
             request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(),
             assumption=self.assumption(prompt),
         )  # fmt: skip
@@ -226,6 +232,10 @@ class Prepared(Record):
             if prompt > 1
             else "requests do not wait for prompts"
         )
+
+
+def _times(found: Range, factor: float) -> Range:
+    return Range(found.low * factor, found.mid * factor, found.high * factor)
 
 
 def _overhead(demand: Any, e: Any) -> float:
