@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 1024
+MOST = 512
 """Answers of one function that are kept; the oldest go."""
 
 

@@ -310,13 +310,14 @@ def test_words_of_a_unit() -> None:
 
 
 def test_settings_in_a_file() -> None:
-    """vLLM: false is --no-…, a mapping is JSON (FlexibleArgumentParser.load_config_file); SGLang takes switches that are true."""
+    """A mapping is JSON (vLLM's FlexibleArgumentParser.load_config_file); a switch is true, one that turns something off too."""
     settings = yaml.safe_load(
         emit("config", VLLM.replace(serving=VLLM.serving.replace(prefix_caching=False, capture_sizes=(1, 2),
                                                                  speculative={"method": "ngram"})), SITE)
     )  # fmt: skip
     assert settings["model"] == "Qwen/Qwen3-32B"
-    assert settings["enable-prefix-caching"] is False
+    assert settings["no-enable-prefix-caching"] is True
+    assert "enable-prefix-caching" not in settings
     assert settings["cudagraph-capture-sizes"] == [1, 2]
     assert settings["speculative-config"] == {"method": "ngram"}
     assert settings["max-model-len"] == 32768

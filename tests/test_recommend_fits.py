@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvctl import rank_weights
 from kvctl.engines import Engine, engine
 from kvctl.hardware import Device, read_gpus
 from kvctl.hardware.table import find
@@ -273,9 +275,31 @@ def test_nothing_is_tried_where_an_engine_does_not_run() -> None:
     assert [each.kind for each in found.rejections] == ["engine"] * 3
 
 
+def test_stages_over_nodes_stand_beside_ranks_over_nodes() -> None:
+    # 39.6 GiB of DeepSeek-V3 on each of 16 H100: as two stages of eight ranks, or with attention on 16 ranks of its own.
+    found = search(asked("DeepSeek-V3", "8xH100", 8192, 8, VLLM, nodes=2))
+    assert {(each.split.pipeline, each.split.data) for each in found.holding} == {(2, 1), (1, 16)}
+
+
 def test_the_same_request_gives_the_same_answer() -> None:
     request = asked("google/gemma-3-27b-it", "2xH100", 8192, 8)
     assert search(request) == search(request)
+
+
+def test_what_ways_have_in_common_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = import_module("kvctl.engines.vllm.plan")
+    cuts: list[Any] = []
+    laid: list[Any] = []
+    per_rank, lay_out = rank_weights.per_rank, plan.lay_out
+    monkeypatch.setattr(rank_weights, "per_rank", lambda *args: cuts.append(args) or per_rank(*args))
+    monkeypatch.setattr(plan, "lay_out", lambda *args: laid.append(args) or lay_out(*args))
+    request = ask(build_spec(catalogue.find("Qwen/Qwen3-32B")), read_gpus("8xH100"), context=8192, concurrency=16)
+    found = search(request)
+    # bf16, fp8 and awq over 1 to 8 tensor-parallel ranks (1, 2, 4, 8), for all engines.
+    assert len(cuts) == 3 * 4
+    # Those splits, three formats of the cache and two batches, whatever the weights and the replicas.
+    assert len(laid) == 4 * 3 * 2
+    assert found.tried > 10 * len(laid)
 
 
 def test_counts_of_what_was_rejected_are_whole() -> None:

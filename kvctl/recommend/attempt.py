@@ -73,7 +73,7 @@ class Attempt:
             pipeline_parallel=split.pipeline if split.pipeline > 1 else None,
             data_parallel=split.data if split.data > 1 and name != "tensorrt-llm" else None,
             decode_context_parallel=split.dealt if split.dealt > 1 else None,
-            expert_parallel=split.data > 1,
+            expert_parallel=split.data > 1 and name == "vllm",
             attention_dp=attends,
             # SGLang shares the number out over its workers; the others count for each.
             max_sequences=each * self.workers if name == "sglang" else each,

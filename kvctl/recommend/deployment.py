@@ -23,7 +23,7 @@ class Deployment(Record):
     serving: Serving
     """Parallelism, limits and budget, as the engine is told; `max_sequences` (`slots` of llama.cpp) are those of one replica."""
     context: int
-    """Tokens of the longest request, prompt and answer."""
+    """Tokens of the longest request, prompt and answer; each of llama.cpp's slots has them, so that -c is `cells`."""
     device: Device
     """One of the GPUs, or the host."""
     weights: str
@@ -40,6 +40,11 @@ class Deployment(Record):
     nodes: int = 1
     replicas: int = 1
     """Servers like this one, side by side behind a router, each on GPUs of its own."""
+
+    @property
+    def cells(self) -> int:
+        """Tokens of all slots together, each in whole 256ths, as llama.cpp counts -c."""
+        return (self.serving.slots or 1) * -(-self.context // 256) * 256
 
     @property
     def all_gpus(self) -> int:

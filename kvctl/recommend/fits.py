@@ -69,7 +69,7 @@ class Search:
         except KvctlError as error:
             self._reject("unknown", engine, checkpoint.weights, "", 0, error.message)
             return
-        enough: set[tuple[str, int]] = set()
+        enough: dict[tuple[str, int], int] = {}
         some = False
         for split in space.splits(engine, self.ask):
             many = len(names) * len(space.replicas(split, self.ask))
@@ -120,17 +120,17 @@ class Search:
         return info.per_rank[0] if info is not None and info.per_rank is not None else None
 
     def _of_cache(
-        self, engine: Engine, checkpoint: Checkpoint, split: Split, name: str, enough: set[tuple[str, int]]
+        self, engine: Engine, checkpoint: Checkpoint, split: Split, name: str, enough: dict[tuple[str, int], int]
     ) -> Iterator[Candidate]:
         """Batches and replicas, most of these first: each then has least to do.
 
-        `enough`: formats of the cache and numbers of replicas (0: any) with which fewer GPUs hold all.
+        `enough`: the fewest GPUs of a server that hold all, by format of the cache and replicas (0: any).
         """
         asked, first = self.ask.concurrency, True
-        if (name, 0) in enough and space.staged(split, self.ask):
+        if enough.get((name, 0), split.ranks) < split.ranks and space.staged(split, self.ask):
             return
         for count in reversed(space.replicas(split, self.ask)):
-            if engine.slots and (name, count) in enough:
+            if engine.slots and enough.get((name, count), split.ranks) < split.ranks:
                 continue
             requests = MOST_BATCHED if asked is None else -(-asked // count)
             if asked is not None and -(-asked // requests) < count:
@@ -149,7 +149,8 @@ class Search:
                     yield from found
                 return
             first = False
-            enough |= {(name, count), (name, 0)}
+            enough.setdefault((name, count), split.ranks)
+            enough.setdefault((name, 0), split.ranks)
             yield from found
 
     def again(self, candidate: Candidate) -> Candidate | Rejection:

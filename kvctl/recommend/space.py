@@ -223,4 +223,9 @@ def batches(engine: Engine, ask: Ask, requests: int) -> tuple[int | None, ...]:
         return (None,)
     if engine.name == "tensorrt-llm":
         return (BATCHES[-1],)  # max_num_tokens, its own default
-    return tuple(size for size in BATCHES if size >= requests) or (requests,)
+    from kvctl.engines.vllm.models import least_batched
+    from kvctl.engines.vllm.rules import minor_of
+
+    # An input that is not to be cut has to fit in a batch.
+    least = least_batched(ask.spec, minor_of(engine.version)) if engine.name == "vllm" else 0
+    return tuple(dict.fromkeys(max(size, least) for size in BATCHES if size >= requests)) or (max(requests, least),)

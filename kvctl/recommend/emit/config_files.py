@@ -58,7 +58,7 @@ def config(deployment: Deployment, site: Site) -> str:
 
 
 def _settings(one: Command) -> dict[str, Any]:
-    """Options as keys: a switch is true, --no-… false, several values a list, JSON a mapping."""
+    """Options as keys: a switch is true, several values a list, JSON a mapping."""
     out: dict[str, Any] = {}
     for option in one.options:
         key, value = _setting(option)
@@ -71,7 +71,8 @@ def _setting(option: Option) -> tuple[str, Any]:
     if not name.startswith("--"):
         return "model", name
     if not values:
-        return (name[5:], False) if name.startswith("--no-") else (name[2:], True)
+        # --no-… too: `vllm serve` passes over what is false in its file (0.32 looks for the option where it is not).
+        return name[2:], True
     if len(values) > 1:
         return name[2:], [_value(value) for value in values]
     return name[2:], _value(values[0])
