@@ -25,7 +25,7 @@ _kvctl() {
         "")
             case $prev,$cur in
                 *,-*) words="-V --version -h --help" ;;
-                *) words="size profile quantize serve-test" ;;
+                *) words="size profile quantize serve-test recommend" ;;
             esac
             ;;
         size)
@@ -104,6 +104,20 @@ _kvctl() {
                 -f,*|--format,*) words="table json csv md" ;;
                 *,-*) words="-m --model --launch --start-timeout --server-log --size-model --endpoint -i --input-tokens -o --output-tokens --shared-prefix --groups --order --control --turns --turn-tokens --think --tools --trace --speed --prompts -c --concurrency -r --rate --sweep --reset-cache --find-limit --burstiness -n --requests -d --duration --warmup --slo --retry --max-error-rate --timeout --api-key-env -H --header --extra --ca --insecure --processes --seed --log --save --from --compare --fail-on --report --prometheus --junit --calibrate -e --explain --dry-run -f --format --json -q --quiet -h --help" ;;
                 *) words="" ;;
+            esac
+            ;;
+        recommend)
+            case $prev,$cur in
+                --gpu,*) ask="kvctl recommend --gpu" files=yes ;;
+                --nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--slo,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
+                --goal,*) words="cost latency throughput context quality" ;;
+                --engine,*) words="any vllm sglang tensorrt-llm llama.cpp ollama" ;;
+                --quality,*) files=yes ;;
+                --emit,*) words="all command compose kubernetes lws systemd config alerts runbook json" ;;
+                --source,*) words="catalogue cache hub" ;;
+                -f,*|--format,*) words="table json csv md" ;;
+                *,-*) words="--gpu --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --slo --goal --engine --max-quality-loss --quality --price --emit -o --output --answer --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
+                *) ask="kvctl recommend" files=yes ;;
             esac
             ;;
     esac

@@ -131,8 +131,8 @@ def read_site(
     """Names and places of what is emitted."""
     from kvctl.recommend.emit import Site, named
 
-    given = {"served": served, "port": port, "host": host, "image": image}
-    return Site(name or named(model), ray=ray, **{key: value for key, value in given.items() if value is not None})
+    plain = Site()
+    return Site(name or named(model), served, plain.port if port is None else port, host or plain.host, image, ray=ray)
 
 
 def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 from schemas import KINDS, SCHEMAS, SIZE_RESULT
 from schemas_profile import POINT, PROFILE
 from schemas_quantize import QUANTIZE, RESULT
+from schemas_recommend import ANSWER, RECOMMEND, SIDE
 from schemas_serve import COMPARE, LOAD, SERVE_TEST
 
 from kvctl import __version__
@@ -73,6 +74,14 @@ EXIT_MEANING_OF["kvctl serve-test"] = {
     ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); what came until then is printed.",
 }
 
+EXIT_MEANING_OF["kvctl recommend"] = {
+    ExitCode.OK: "Done: something meets the request. Of a matrix: done.",
+    ExitCode.FAILED: EXIT_MEANING[ExitCode.FAILED],
+    ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
+    ExitCode.ANSWER_IS_NO: "Nothing meets the request; what would is said.",
+    ExitCode.INTERRUPTED: EXIT_MEANING[ExitCode.INTERRUPTED],
+}
+
 ENVIRONMENT = {
     "KVCTL_LLAMA_CPP": "llama-server, or its folder, for --engine llama.cpp of kvctl profile and --launch of serve-test.",
     "KVCTL_VLLM_PYTHON": "The Python that has vLLM, or its environment's folder, for --engine vllm of kvctl profile and --launch of serve-test.",
@@ -97,6 +106,25 @@ ENVIRONMENT_OF = {
 
 FILES = {
     "~/.cache/huggingface/hub": "The Hub's cache on this machine, read before anything is fetched.",
+}
+
+RECOMMEND_FIGURES = {
+    "TTFT": "Time to the first token, waiting for other prompts and for a place in the cache included.",
+    "TPOT": "Time between the tokens of one request, with the others beside it.",
+    "throughput": "Output tokens a second of all requests together.",
+    "how sure": "How many published figures of the engine on the card the predictions were compared with, or unvalidated; and the assumption that "
+    "the figures hang on most.",
+    "quality": "What the formats of weights and cache lose, by whom, and on what.",
+    "cost": "GPUs, and money with --price.",
+    "binds first": "What runs out first as the load grows, and what to change then.",
+}
+
+GOAL_MEANING = {
+    "throughput": "Most output tokens a second of all that meets the request.",
+    "latency": "The shortest time of one request from its start to its end.",
+    "cost": "The least money for an hour with --price, or the fewest GPUs.",
+    "context": "Most tokens in the cache.",
+    "quality": "The least loss.",
 }
 
 ABOUT = {
@@ -124,6 +152,17 @@ ABOUT = {
         "The folder keeps the tokenizer, generation settings, chat template and licence of the model, and gets a model card "
         "and kvctl-quantize.json with all that was done and measured.",
         "Progress, notes and warnings go to standard error.",
+    ),
+    "kvctl recommend": (
+        "Every way to serve MODEL on the hardware that could be the best is tried: engines, tensor, pipeline, data and expert parallelism, "
+        "formats of weights and of the cache, batches, replicas. What kvctl size says does not fit is dropped; for the rest a roofline with "
+        "efficiencies that were fitted on published measurements says how fast prompts and answers are under the load, with a range. What "
+        "meets the request is ranked by --goal; shown are the best and two that differ in kind.",
+        "What formats of weights and cache lose is published (or measured, with --quality), with its source; --max-quality-loss bounds it. "
+        "Nothing here is measured on your machine: every speed is a prediction with a range that is meant to hold nine of ten measurements, "
+        "and says whether such predictions were compared with published figures of the engine on the card. docs/speed.md has the errors.",
+        "Where nothing meets the request, the nearest requests that something does are named (more GPUs, another GPU, shorter or fewer requests, "
+        "other formats, a smaller model), and the exit status is 3.",
     ),
     "kvctl serve-test": (
         "Requests are sent to the server at URL over connections that are opened before the clock starts, and every event of every "
@@ -555,7 +594,34 @@ def serve_sections() -> Iterator[Section]:
     )
 
 
+def recommend_sections() -> Iterator[Section]:
+    """What the output of `kvctl recommend` means."""
+    yield (
+        "Output",
+        [
+            "Each answer says why it was chosen, where the memory of the fullest GPU goes, how many requests it holds, and:",
+            named(RECOMMEND_FIGURES),
+            "The goals:",
+            named(GOAL_MEANING),
+        ],
+    )
+    yield (
+        "JSON",
+        [
+            "--json prints a plan (schema kvctl.recommend/1), which --what-if compares. The JSON Schema comes with the package, as "
+            "kvctl/data/schemas/kvctl.recommend-1.json. Its keys; later versions may add some:",
+            keys_of(RECOMMEND),
+            "An answer has these keys:",
+            keys_of(ANSWER),
+            "Its side has these:",
+            keys_of(SIDE),
+            "Several models or GPUs make a matrix (schema kvctl.recommend-matrix/1), --what-if a comparison (schema kvctl.recommend-compare/1).",
+        ],
+    )
+
+
 OWN_SECTIONS = {
+    "kvctl recommend": recommend_sections,
     "kvctl size": size_sections,
     "kvctl profile": profile_sections,
     "kvctl quantize": quantize_sections,

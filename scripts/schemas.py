@@ -5,6 +5,7 @@ from __future__ import annotations
 from schema_parts import FIT, LOG, MODEL, VERSION, WEIGHTS, document, maybe, obj, of, whole
 from schemas_profile import PROFILE
 from schemas_quantize import BACKENDS, QUANTIZE, WAYS
+from schemas_recommend import MATRIX, RECOMMEND, WHAT_IF
 from schemas_serve import CALIBRATION, COMPARE, SERVE_TEST
 
 KINDS = {
@@ -228,6 +229,9 @@ SCHEMAS = {
     ),
     "kvctl.profile/1": PROFILE,
     "kvctl.quantize/1": QUANTIZE,
+    "kvctl.recommend/1": RECOMMEND,
+    "kvctl.recommend-matrix/1": MATRIX,
+    "kvctl.recommend-compare/1": WHAT_IF,
     "kvctl.serve-test/1": SERVE_TEST,
     "kvctl.calibration/1": CALIBRATION,
     "kvctl.serve-compare/1": COMPARE,

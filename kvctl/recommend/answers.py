@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.formats import BF16, FP32, DType
-from kvctl.recommend.fits import Candidate, Rejection, search
+from kvctl.recommend.candidate import Candidate, Rejection
+from kvctl.recommend.fits import search
 from kvctl.recommend.judge import Judge, Judged, order
 from kvctl.recommend.nearest import Near, nearest
 from kvctl.recommend.prices import Prices

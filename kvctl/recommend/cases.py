@@ -13,7 +13,7 @@ from kvctl.speed import Range
 
 if TYPE_CHECKING:
     from kvctl.recommend.answers import Known
-    from kvctl.recommend.fits import Candidate, Found
+    from kvctl.recommend.candidate import Candidate, Found
     from kvctl.recommend.judge import Judge, Judged
     from kvctl.recommend.request import Ask
 
@@ -96,7 +96,7 @@ def _weights(candidate: Candidate, alike: list[Candidate]) -> list[WeightChoice]
 
 
 def _siblings(ask: Ask) -> list[Sibling]:
-    out = []
+    out: list[Sibling] = []
     for spec in siblings(ask.spec):
         if len(out) == _SIBLINGS:
             break

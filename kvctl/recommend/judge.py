@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvctl.formats import DType
-    from kvctl.recommend.fits import Candidate
+    from kvctl.recommend.candidate import Candidate
     from kvctl.recommend.quality import Loss, Quality
     from kvctl.recommend.request import Ask
     from kvctl.speed.calibrate import Measurement

@@ -91,7 +91,8 @@ class Work(Record):
         """Routed experts of a layer that at least one of so many tokens goes through, if they choose evenly."""
         if not self.experts:
             return 0.0
-        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens)
+        missed: float = (1.0 - self.chosen / self.experts) ** tokens
+        return self.experts * (1.0 - missed)
 
 
 def work_of(spec: ModelSpec, fmt: Formats) -> Work:
@@ -194,6 +195,7 @@ def _attends(spec: ModelSpec, f: Fields, fmt: Formats) -> tuple[Attends, ...]:
     """Groups of layers by how they attend."""
     heads = spec.attention_heads or 1
     found: dict[tuple[Any, ...], int] = {}
+    key: tuple[Any, ...]
     for layer, count in spec.groups:
         topk = _first(f, ("index_topk",)) if any(isinstance(state, Indexer) for state in layer.states) else None
         for state in layer.states:
