@@ -280,7 +280,7 @@ def summary(data: Data, found: Any, key: Any) -> None:
         )
 
 
-SHARE, ENOUGH = 0.94, 30
+SHARE, ENOUGH = 0.97, 30
 """Share of residuals that a range is to hold (above nine of ten, for what is judged is other data), and how many make one of their own."""
 
 

@@ -54,7 +54,7 @@ SIDE = obj(
 ANSWER = obj(
     "One way to serve.",
     {
-        "kind": text("best, cheaper, faster, higher quality, more throughput or another engine."),
+        "kind": text("best, ready to run, cheaper, faster, higher quality, more throughput or another engine."),
         "why": listed("Why it was chosen.", STRINGS),
         "binds": text("What runs out first as the load grows."),
         "change": text("What to change then."),

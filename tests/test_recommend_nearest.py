@@ -127,7 +127,7 @@ def test_other_formats_where_quality_rules_them_out() -> None:
     # Other directions keep to what is allowed: 135 GiB of weights on two.
     more = nearest.more_gpus(request, plain)
     assert more is not None
-    assert (more.ask.gpus, plain(more.candidate)) == (2, True)
+    assert (more.ask.gpus, plain(more.ask, more.candidate)) == (2, True)
     assert nearest.shorter(request, plain) is None
 
 

@@ -177,8 +177,14 @@ def test_keys_and_values_in_two_formats_lose_no_more_than_the_worse() -> None:
 
 def test_published_says_what_it_rests_on() -> None:
     loss = published("weights", "fp8-block", "x", 70_000_000_000)
-    assert "finer" in loss.source  # it is judged by coarser scales
-    assert loss.sure == "low"
+    assert "finer" in loss.source  # it is judged by coarser scales, which can only be worse
+    assert loss.sure == "high"
+    # Of others that stand in for a format nothing is that sure.
+    assert published("weights", "nf4-dq", "x", None).sure == "low"
+    assert loss.allowed(1.0) in ("yes", "depends")
+    # One figure alone is taken at its worst: 0.4% with an error of 0.5 may be 1.4%.
+    one = Loss(Range(-0.6, 0.4, 1.4), "accuracy", "a", False, "low")
+    assert (one.allowed(1.0), one.allowed(1.4), one.replace(sure="medium").allowed(1.0)) == ("no", "yes", "depends")
     assert json.dumps(loss.to_dict())
 
 

@@ -42,7 +42,7 @@ class Answer(Record):
     """One way to serve, and why."""
 
     kind: str
-    """best, cheaper, faster, higher quality, or another engine."""
+    """best, ready to run, cheaper, faster, higher quality, more throughput or another engine."""
     judged: Judged
     why: tuple[str, ...]
     binds: str
@@ -117,12 +117,12 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
 
 def _allowed(known: Known) -> Callable[[Ask, Candidate], bool]:
     """Whether a candidate of a changed request meets that."""
-    judges: dict[Ask, Judge] = {}
+    last: list[tuple[Ask, Judge]] = []
 
     def allowed(ask: Ask, candidate: Candidate) -> bool:
-        if ask not in judges:
-            judges[ask] = judge_of(ask, known)
-        return judges[ask].judge(candidate).meets
+        if not last or last[0][0] is not ask:
+            last[:] = [(ask, judge_of(ask, known))]
+        return last[0][1].judge(candidate).meets
 
     return allowed
 
@@ -144,12 +144,14 @@ def judge_of(ask: Ask, known: Known) -> Judge:
 
 
 def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
-    """The best, and two that differ from it in kind: cheaper, faster, of higher quality, or another engine's."""
+    """The best, and two that differ from it in kind: ready to run, cheaper, faster, of higher quality, or another engine's."""
     if not good:
         return ()
     best = good[0]
     chosen: list[tuple[str, Judged]] = [("best", best)]
+    made = best.candidate.deployment.made == "make"
     kinds: tuple[tuple[str, str, Callable[[Judged], bool]], ...] = (
+        ("ready to run", ask.goal, lambda one: made and one.candidate.deployment.made != "make"),
         ("cheaper", "cost", lambda one: _money(one) < _money(best)),
         ("faster", "latency", lambda one: one.total < FASTER * best.total),
         ("higher quality", "quality", lambda one: _lost(one) < _lost(best) - 0.05),
@@ -193,6 +195,8 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
         words = {"throughput": "most output tokens a second", "latency": "shortest requests", "cost": "fewest GPUs or least money",
                  "context": "most tokens in the cache", "quality": "least loss"}[ask.goal]  # fmt: skip
         out.append(f"{words} of all that meets the request")
+    elif kind == "ready to run":
+        out.append("nothing has to be made first")
     elif kind == "cheaper":
         out.append(f"{plural(one.cost.gpus, 'GPU')} instead of {best.cost.gpus}")
     elif kind == "faster" and one.speed is not None and best.speed is not None:

@@ -232,7 +232,7 @@ class Attempt:
         how = takes.weights(self.engine, ask.device, self.checkpoint.weights)
         deployment = Deployment(
             base=ask.spec.id,
-            model=self.checkpoint.name,
+            model=self.checkpoint.loads,
             engine=self.engine,
             serving=serving,
             context=ask.context,

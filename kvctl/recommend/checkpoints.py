@@ -48,8 +48,7 @@ _SCHEMES = {
     "int-quantized": "w8a8",
 }
 """Names of kvctl.weight_formats for what a quantization_config is read as."""
-_MADE = (("awq", "kvctl quantize {} --weights awq"), ("w8a8", "kvctl quantize {} --weights int8-w8a8"),
-         ("nvfp4", "kvctl quantize {} --weights nvfp4"))  # fmt: skip
+_MADE = (("awq", "awq"), ("w8a8", "int8-w8a8"), ("nvfp4", "nvfp4"))
 """Formats that are made beforehand where nobody published them; fp8 is not, for engines make that while they load."""
 
 
@@ -67,6 +66,19 @@ class Checkpoint(Record):
     source: str = ""
     sized: str | None = None
     """The format that the model's own weights are counted in; None: as they are."""
+
+    @property
+    def loads(self) -> str:
+        """What the engine is told to load: a name, or the folder or file that is made."""
+        return made_at(self.name, self.weights) if self.made == "make" else self.name
+
+
+def made_at(model: str, weights: str) -> str:
+    """Where weights that have to be made are put: "./Qwen3-8B-awq", "./Qwen3-8B-Q4_K_M.gguf"."""
+    short = model.rstrip("/").rpartition("/")[2]
+    if weights in (*GGUF, "mxfp4"):
+        return f"./{short}-{weights.upper()}.gguf"
+    return f"./{short}-{weights}"
 
 
 def stored_format(spec: ModelSpec) -> str | None:
@@ -114,9 +126,17 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     there = {one.weights for one in out}
     there |= {"awq"} if there & {"w4a16", "gptq"} else set()
     if plain:
-        for weights, command in _MADE:
+        for weights, way in _MADE:
             if weights not in there and (weights != "awq" or _awq_makes(spec)):
-                out.append(Checkpoint(spec.id, weights, "make", command.format(spec.id), sized=weights))
+                out.append(
+                    Checkpoint(
+                        spec.id,
+                        weights,
+                        "make",
+                        f"kvctl quantize {spec.id} --weights {way} -o {made_at(spec.id, weights)}",
+                        sized=weights,
+                    )
+                )
     return tuple(out)
 
 
@@ -126,13 +146,17 @@ def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
         return (Checkpoint(spec.id, "gguf", "stored", "the file itself", spec.provenance.location),)
     stored = stored_format(spec)
     if stored == "mxfp4":
-        return (Checkpoint(spec.id, "mxfp4", "make", "convert_hf_to_gguf.py keeps MXFP4 as it is"),)
+        how = f"convert_hf_to_gguf.py {spec.id} --outfile {made_at(spec.id, 'mxfp4')} keeps MXFP4 as it is"
+        return (Checkpoint(spec.id, "mxfp4", "make", how),)
     plain = stored in ("bf16", "fp16")
     if stored is None or not (plain or stored.startswith("fp8")):
         return ()
     out = []
     for name in GGUF:
-        how = "convert_hf_to_gguf.py" + ("" if name == "bf16" else f", then llama-quantize … {name.upper()}")
+        first = made_at(spec.id, "bf16")
+        how = f"convert_hf_to_gguf.py {spec.id} --outtype bf16 --outfile {first}"
+        if name != "bf16":
+            how += f" && llama-quantize {first} {made_at(spec.id, name)} {name.upper()}"
         sized = (None if plain else "bf16") if name == "bf16" else name
         out.append(Checkpoint(spec.id, name, "make", how, sized=sized))
     return tuple(out)

@@ -122,6 +122,10 @@ class Judge:
             raise ConfigError(f"how fast {what} is, is not known: --verify measures it")
         if device.mig:
             raise ConfigError("how much of its card's speed a MIG slice has is not known")
+        if candidate.offloaded and deployment.engine.slots:
+            raise ConfigError(
+                "layers in host memory are computed by the host, and how fast that is, is not known: --verify measures it"
+            )
         key = value = plain(self.dtype)
         if deployment.kv_dtype != "auto":
             key = deployment.engine.kv_dtype(deployment.kv_dtype, "--kv-cache-dtype")
@@ -131,7 +135,7 @@ class Judge:
             self.ask.spec, deployment.engine.name, device.facts, weights, Formats(self.dtype, key, value),
             tensor=max(split.tensor // split.data, 1) if split.tensor > 1 else split.tensor,
             pipeline=split.gpus if deployment.engine.slots else split.pipeline, data=split.data, expert=split.data > 1, dealt=split.dealt,
-            replicas=deployment.replicas, node=max(split.gpus, 1), batched=deployment.serving.max_batched,
+            replicas=deployment.replicas, node=max(split.gpus, 1), batched=deployment.serving.max_batched, offloaded=candidate.offloaded // max(split.ranks, 1),
         )  # fmt: skip
         return prepare(setup, calibration(setup, self.measurements))
 

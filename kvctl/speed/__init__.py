@@ -79,10 +79,14 @@ class Setup(Record):
     """Whether the engine is of before 2025, as measurements may be."""
     batched: int | None = None
     """Tokens of prompts that the engine computes in one pass; None is its default."""
+    offloaded: int = 0
+    """Bytes of each rank's weights that come from the host's memory in every pass."""
 
 
 CHUNKS = {"llama.cpp": 512, "mlx-lm": 2048, "exllamav2": 2048}
 """Tokens of a prompt that an engine computes at once without being told; 8,192 where it is not here. llama.cpp: n_ubatch."""
+FETCHED = 0.8
+"""Share of a PCIe link's rate that copies from the host reach: about 50 of 63 GB/s to an H100 (vLLM's blog on its offloading connector)."""
 ALIKE = {"ollama": "llama.cpp"}
 """Engines that run another one's server."""
 
@@ -109,6 +113,9 @@ class Prepared(Record):
         own = prompted(self.layout, prompt, 1, chunk, pipelined=True)
         others = max(held / self.setup.data - 1, 0.0)
         first, between = served(demand, own, self.efficiency, others, answer)
+        if self.setup.offloaded:
+            once = self.setup.offloaded / (FETCHED * host_link(self.setup.card))
+            first, between = first + own.passes * once, between + once
         if self.calibration is not None:
             first, between = first * self.calibration.ttft, between * self.calibration.tpot
         return float(first), float(between)
@@ -219,6 +226,8 @@ class Prepared(Record):
     def assumption(self, prompt: int) -> str:
         """What the figures hang on most."""
         setup, layout = self.setup, self.layout
+        if setup.offloaded:
+            return f"weights in host memory come at {FETCHED * host_link(setup.card) / 1e9:.3g} GB/s, which nobody measured here"
         if not self.validated():
             return f"{setup.engine} reaches as much of {setup.card.name} as it does of its like: nobody published that"
         if layout.tensor > layout.node or (layout.data > 1 and layout.spread > layout.node):
@@ -258,6 +267,14 @@ def _steps(held: float) -> list[float]:
         steps.append(value)
         value /= 1.5
     return steps
+
+
+def host_link(card: GpuFacts) -> float:
+    """Bytes a second between a GPU and its host, at most."""
+    from kvctl.speed.machine import PCIE_GBS
+
+    capability = (card.compute_capability or "").partition(".")[0]
+    return PCIE_GBS.get(capability if card.vendor == "NVIDIA" else "", PCIE_GBS[""]) * 1e9
 
 
 def facts_of(setup: Setup, layout: Layout) -> dict[str, str]:

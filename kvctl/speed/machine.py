@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NETWORK_GBS = 50.0
 """GB/s of one GPU to another node, one way: a 400 Gbit/s adapter for each GPU, as servers with eight of them have it. Assumed."""
-PCIE_GBS = {"": 32.0, "8": 32.0, "8.9": 32.0, "9": 64.0, "10": 64.0, "12": 64.0}
+PCIE_GBS = {"": 32.0, "8": 32.0, "9": 64.0, "10": 64.0, "12": 64.0}
 """GB/s of sixteen PCIe lanes, one way: generation 4 up to Ada, 5 from Hopper on (PCI-SIG, rounded)."""
 
 
@@ -23,7 +23,8 @@ class Format(Record):
     bits: float
     """A weight of a layer, scales included."""
     rate: str
-    """Which rate of a GPU multiplies it, where it has that: fp16, fp8, fp4, int8."""
+    """Which rate of a GPU multiplies it, where it has that: fp16, fp8, fp4, int8, or half (16 bits that are summed in 16 bits, which
+    GeForce cards do twice as fast as summed in 32: half the rate of int8)."""
     kind: str
     """What it shares kernels with: 16, fp8, fp4, int8, int4, gguf."""
     whole: bool = False
@@ -49,8 +50,9 @@ FORMATS = (
     Format("w4a16", 4 + 16 / 128, "fp16", "int4"),
     Format("mxfp4", 4.25, "fp8", "mxfp4"),
     Format("nvfp4", 4.5, "fp4", "fp4"),
-    *(Format(name, bits, "fp16", "gguf", whole=True) for name, bits in GGUF_BITS.items()),
-    Format("f16", 16, "fp16", "gguf16", whole=True),
+    # llama.cpp multiplies blocks as integers, and 16 bits with sums in 16 bits.
+    *(Format(name, bits, "int8", "gguf", whole=True) for name, bits in GGUF_BITS.items()),
+    Format("f16", 16, "half", "gguf16", whole=True),
     Format("mlx-4bit", 4.5, "fp16", "mlx", whole=True),
     Format("mlx-mxfp4", 4.25, "fp16", "mlx", whole=True),
 )
@@ -86,9 +88,10 @@ def peaks(facts: GpuFacts, fmt: Format) -> Peaks | None:
     dense = facts.fp16_tflops or facts.shader_tflops or facts.fp32_tflops
     if facts.bandwidth_gbs is None or dense is None:
         return None
-    own = {"fp8": facts.fp8_tflops, "fp4": facts.fp4_tflops, "int8": facts.int8_tops}.get(fmt.rate)
-    if fmt.rate == "fp4" and own is None:
-        own = None  # unpacked
+    halves = facts.int8_tops / 2 if facts.int8_tops else None
+    own = {"fp8": facts.fp8_tflops, "fp4": facts.fp4_tflops, "int8": facts.int8_tops, "half": halves}.get(fmt.rate)
+    if own is not None and fmt.rate in ("int8", "half"):
+        own = max(own, dense)  # B300 has kept few integer units
     link, wired = _link(facts)
     dies = facts.dies
     return Peaks(facts.bandwidth_gbs * 1e9 / dies, (own or dense) * 1e12 / dies, dense * 1e12 / dies, link, wired,
