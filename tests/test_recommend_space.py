@@ -104,6 +104,12 @@ def test_a_quantized_checkpoint_is_served_as_it_is() -> None:
     assert len(checkpoints(spec)) == 1
 
 
+def test_a_name_says_the_format_where_the_configuration_does_not() -> None:
+    (only,) = checkpoints(model("nvidia/Qwen3-32B-NVFP4"))
+    assert (only.weights, only.made, only.sized) == ("nvfp4", "stored", "nvfp4")
+    assert not gguf_types(model("nvidia/Qwen3-32B-NVFP4"))
+
+
 def test_what_has_to_be_made_says_how() -> None:
     by_name = {one.weights: one for one in checkpoints(model("Qwen3-7B"))}
     assert (by_name["fp8"].made, by_name["awq"].made) == ("load", "make")

@@ -14,7 +14,7 @@ from kvctl.recommend.checkpoints import Checkpoint
 from kvctl.recommend.deployment import Deployment
 from kvctl.recommend.request import Ask
 from kvctl.recommend.space import Split
-from kvctl.room import Load, Room
+from kvctl.room import Load, Rank, Room
 from kvctl.size import SizePlan, prepare
 from kvctl.units import format_bytes, plural
 
@@ -90,7 +90,7 @@ class Attempt:
         load = room.load(context, 1)
         held, usual = self._held(room, load)
         if load.why or not held:
-            return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load, requests))
+            return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load))
         if usual < requests:
             # More than fit would only push each other out: they wait instead.
             requests = usual
@@ -99,7 +99,7 @@ class Attempt:
             load = room.load(context, 1)
             held, usual = self._held(room, load)
             if load.why or not held:
-                return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load, requests))
+                return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load))
         serving = self._told(room, load)
         return self._candidate(room, load, serving, min(held, requests), min(usual, requests), replicas)
 
@@ -148,16 +148,18 @@ class Attempt:
             return serving  # stages have blocks of several sizes: one number of bytes would not fill them all
         return serving.replace(kv_budget=allocation.num_blocks * allocation.bytes_per_block)
 
-    def _why(self, load: Load, requests: int) -> str:
-        """Why not one request fits, with the arithmetic."""
-        rank = load.ranks[load.bottleneck]
-        need = ""
-        if load.allocation is not None and load.budget > 0:
-            each = load.kv[load.bottleneck]
-            beside = sum(part.bytes for part in rank.parts)
-            need = (f": {format_bytes(rank.weights)} of weights and {format_bytes(beside)} beside them leave "
-                    f"{format_bytes(load.budget)}, and one request of {self.ask.context:,} tokens takes {format_bytes(each)}")  # fmt: skip
-        return (load.why or "the cache holds not one request") + need
+    def _why(self, load: Load) -> str:
+        """Why not one request fits."""
+        if load.allocation is None or load.budget <= 0:
+            return load.why
+        return self._arithmetic(load.ranks[load.bottleneck], load.kv[load.bottleneck])
+
+    def _arithmetic(self, rank: Rank, each: int) -> str:
+        """What is left of a GPU for requests that take so much of it each."""
+        beside = sum(part.bytes for part in rank.parts)
+        return (f"{format_bytes(rank.weights)} of weights and {format_bytes(beside)} beside them leave the cache "
+                f"{format_bytes(max(rank.budget, 0))} of {format_bytes(rank.device.cuda_bytes)}, and one request of "
+                f"{self.ask.context:,} tokens takes {format_bytes(each)}")  # fmt: skip
 
     def _on_host(self, asked: int | None, replicas: int) -> Candidate | Rejection:
         """A server on a host, which is told how much memory its cache takes: what the requests need and a block that is set
@@ -187,8 +189,8 @@ class Attempt:
     def slots(self, asked: int | None, replicas: int) -> Candidate | Rejection:
         """llama.cpp and Ollama: a slot of the longest length for each request."""
         wanted = min(asked or MOST_SLOTS, MOST_SLOTS)
-        first: Load | None = None
         count = wanted
+        why, kind = "", "cache"
         while count:
             serving = Serving(
                 device="gpu" if self.split.gpus else "cpu", slots=count, unified=False, flash_attention=True
@@ -196,18 +198,18 @@ class Attempt:
             total = self.ask.context if self.engine.slots == "own" else count * self.length
             room = self.room(serving, total)
             load = room.load(total, 1)
-            first = first or load
+            rank = load.ranks[load.bottleneck]
             if load.fits:
                 return self._candidate(room, load, serving, count, count, replicas)
-            if load.budget <= 0:
+            why = load.why
+            if load.budget <= 0 or rank.weights >= rank.free:
+                kind = "weights"
                 break
             # Slots take equal parts of the cache, and a few bytes more beside it: so many can fit at most.
-            taken = load.allocation.reserved_bytes if load.allocation is not None else 0
-            count = min(count - 1, count * load.budget // max(taken, 1))
-        assert first is not None
-        rank = load.ranks[load.bottleneck]
-        kind = "weights" if rank.weights >= rank.free or load.budget <= 0 else "cache"
-        return self.rejection(kind, load.why)
+            each = load.kv[load.bottleneck] // count
+            why = self._arithmetic(rank, each)
+            count = min(count - 1, rank.budget // max(each, 1))
+        return self.rejection(kind, why)
 
     @property
     def length(self) -> int:
@@ -276,7 +278,7 @@ class Attempt:
             each = load.kv[load.bottleneck] // (held if self.engine.slots else 1)
             yield (f"{plural(wanted, 'request')} of {self.ask.context:,} tokens take {format_bytes(-(-wanted // self.workers) * each)}, "
                    f"and {format_bytes(stack.weights)} of weights and {format_bytes(beside)} beside them leave "
-                   f"{format_bytes(max(load.budget, 0))} of {format_bytes(stack.device)}: {usual * replicas:,} requests run at once, "
+                   f"{format_bytes(max(load.ranks[load.bottleneck].budget, 0))} of {format_bytes(stack.device)}: {usual * replicas:,} requests run at once, "
                    f"and {asked - usual * replicas:,} wait")  # fmt: skip
         if held < usual:
             yield (f"all as long as {self.ask.context:,} tokens, {held * replicas:,} run at once: of {usual * replicas:,} usual ones "

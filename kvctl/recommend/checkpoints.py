@@ -98,7 +98,12 @@ def stored_format(spec: ModelSpec) -> str | None:
 
 def is_quantized(name: str) -> bool:
     """Whether a name is that of a quantized checkpoint of another model."""
-    return any(pattern.search(name) for pattern, _ in _SUFFIXES)
+    return _named(name) is not None
+
+
+def _named(name: str) -> str | None:
+    """The format that a name ends with."""
+    return next((weights for pattern, weights in _SUFFIXES if pattern.search(name)), None)
 
 
 def of_gguf(spec: ModelSpec) -> bool:
@@ -114,6 +119,9 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     out = []
     if stored is not None:
         out.append(Checkpoint(spec.id, stored, "stored", "as published", spec.provenance.location))
+    elif (named := _named(spec.id)) is not None:
+        # Its configuration does not say how it is stored, and its name does.
+        out.append(Checkpoint(spec.id, named, "stored", "as published", spec.provenance.location, named))
     plain = stored in ("bf16", "fp16")
     if is_quantized(spec.id):
         return tuple(out)
