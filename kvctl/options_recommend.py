@@ -84,6 +84,7 @@ def read_length(text: str | None, option: str) -> int | None:
 def asks(
     specs: Sequence[ModelSpec], kinds: Sequence[Sequence[Device]], *, nodes: int, ctx: str | None, prompt: str | None, answer: str | None,
     concurrency: int | None, rate: float | None, engines: Sequence[Engine], slo: str | None, goal: str, max_loss: str | None,
+    host: str | None,
 ) -> tuple[Ask, ...]:  # fmt: skip
     """Every model on every kind of hardware, in that order.
 
@@ -103,10 +104,23 @@ def asks(
         ask(
             spec, devices, nodes=nodes, context=read_length(ctx, "--ctx"), prompt=read_length(prompt, "--input-tokens"),
             answer=read_length(answer, "--output-tokens"), concurrency=concurrency, rate=rate, engines=engines, ttft=ttft, tpot=tpot,
-            goal=goal, max_quality_loss=read_loss(max_loss),
+            goal=goal, max_quality_loss=read_loss(max_loss), host=_host(host, devices),
         )
         for spec in specs for devices in kinds
     )  # fmt: skip
+
+
+def _host(text: str | None, devices: Sequence[Device]) -> int | None:
+    """Bytes of the host's memory for weights: as told, or what is free of this machine's where its own GPUs are asked about."""
+    if text is not None:
+        from kvctl.units import parse_bytes
+
+        return parse_bytes(text, what="--host-memory")
+    if not devices or devices[0].index is None or devices[0].unified:
+        return None
+    from kvctl.hardware.host import host_device
+
+    return host_device().available_bytes
 
 
 def read_known(prices: Sequence[str], quality: Sequence[str]) -> Known:

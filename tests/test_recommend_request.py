@@ -64,7 +64,6 @@ def test_engines_are_in_the_order_of_the_table_or_as_named() -> None:
         ({"tpot": 0.0}, "--slo tpot", "more than 0"),
         ({"goal": "fun"}, "unknown goal 'fun'", "cost, latency"),
         ({"max_quality_loss": -1.0}, "--max-quality-loss", "0 or more"),
-        ({"price": float("inf")}, "a price", "0 or more"),
         ({"nodes": 0}, "--nodes 0", "from 1"),
         ({"engines": [engine("ideal")]}, "--engine ideal", "vllm, sglang"),
         ({"gpus": "H100,A100"}, "GPUs of several kinds", "each kind alone"),

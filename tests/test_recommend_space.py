@@ -113,7 +113,8 @@ def test_a_name_says_the_format_where_the_configuration_does_not() -> None:
 def test_what_has_to_be_made_says_how() -> None:
     by_name = {one.weights: one for one in checkpoints(model("Qwen3-7B"))}
     assert (by_name["fp8"].made, by_name["awq"].made) == ("load", "make")
-    assert by_name["awq"].how == "kvctl quantize Qwen3-7B --weights awq"
+    assert by_name["awq"].how == "kvctl quantize Qwen3-7B --weights awq -o ./Qwen3-7B-awq"
+    assert by_name["awq"].loads == "./Qwen3-7B-awq"
     assert "llama-quantize" in next(one for one in gguf_types(model("Qwen3-7B")) if one.weights == "q4_k_m").how
 
 

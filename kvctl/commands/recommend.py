@@ -31,6 +31,15 @@ def recommend(
             autocompletion=complete_gpus,
         ),
     ] = None,
+    host_memory: Annotated[
+        Optional[str],
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Of each node's memory, what weights that GPUs do not hold may stay in: 64GiB. Default: none; with --gpu local, what is free.",
+            show_default=False,
+        ),
+    ] = None,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="Such nodes.")] = 1,
     ctx: Annotated[
         Optional[str],
@@ -221,7 +230,7 @@ def recommend(
     specs = [own.read_model(model, set_ or [], source, revision) for model in models]
     asks = options_recommend.asks(
         specs, hardware, nodes=nodes, ctx=ctx, prompt=input_tokens, answer=output_tokens, concurrency=concurrency, rate=rate,
-        engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss,
+        engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, host=host_memory,
     )  # fmt: skip
     if len(asks) > 1 and (kinds or others):
         raise UsageError(

@@ -101,6 +101,7 @@ class Judge:
             split,
             deployment.replicas,
             deployment.serving.max_batched,
+            candidate.offloaded,
         )
         if key not in self._prepared:
             try:

@@ -47,8 +47,6 @@ class Ask(Record):
     goal: str = "throughput"
     max_quality_loss: float | None = None
     """Percent."""
-    price: float | None = None
-    """Of one GPU for an hour."""
     host: int | None = None
     """Bytes of a node's memory that weights may stay in; None where none of them may."""
     notes: tuple[str, ...] = ()
@@ -74,7 +72,6 @@ def ask(
     tpot: float | None = None,
     goal: str = "throughput",
     max_quality_loss: float | None = None,
-    price: float | None = None,
     host: int | None = None,
 ) -> Ask:
     """A request with what it leaves out filled in; `devices` are those of one node, `engines` none for all.
@@ -102,12 +99,12 @@ def ask(
     _positive(tpot, "--slo tpot", "seconds")
     if goal not in GOALS:
         raise UsageError(f"--goal: unknown goal {goal[:40]!r}", hint="one of " + ", ".join(GOALS))
-    for value, name in ((max_quality_loss, "--max-quality-loss"), (price, "a price"), (host, "memory of the host")):
+    for value, name in ((max_quality_loss, "--max-quality-loss"), (host, "memory of the host")):
         if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{name}: {value:g} is out of range", hint="0 or more")
     return Ask(
         spec, device, gpus, nodes, context, prompt, answer, concurrency, rate, _engines(engines, device), ttft, tpot, goal,
-        max_quality_loss, price, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes),
+        max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes),
     )  # fmt: skip
 
 
