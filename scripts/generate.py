@@ -938,7 +938,22 @@ def files() -> dict[str, str]:
     for name, schema in SCHEMAS.items():
         path = f"kvctl/data/schemas/{name.replace('/', '-')}.json"
         out[path] = json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    out["docs/speed.md"] = speed_page()
     return out
+
+
+def speed_page() -> str:
+    """The page on predicted speeds, with the errors that the last fit found between its two marks."""
+    page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
+    errors = json.loads((ROOT / "kvctl/data/speed.json").read_text(encoding="utf-8")).get("errors", [])
+    rows = ["| | | figures | median error | inside the range |", "|---|---|---:|---:|---:|"]
+    last = ""
+    for row in errors:
+        by = "" if row["by"] == last else row["by"]
+        last = row["by"]
+        rows.append(f"| {by} | {row['name']} | {row['figures']:,} | {row['median']:.1f}% | {row['inside']:.1f}% |")
+    head, mark, rest = page.partition("kvctl/data/speed.json -->\n")
+    return head + mark + "\n".join(rows) + "\n" + rest[rest.index("<!-- /errors -->") :]
 
 
 def stale(wanted: dict[str, str]) -> list[str]:
