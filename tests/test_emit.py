@@ -308,6 +308,28 @@ def test_weights_made_on_load() -> None:
         emit("command", TENSORRT_LLM.replace(made="load"), SITE)
 
 
+def test_names_of_formats_by_version() -> None:
+    """Until 0.32 `--quantization fp8` converts; that version refuses it for anything but a checkpoint in fp8."""
+    assert "--quantization fp8 \\" in emit("command", VLLM.replace(engine=engine("vllm@0.19")), SITE)
+    with pytest.raises(UsageError, match="makes no fp8-block"):
+        emit("command", VLLM.replace(engine=engine("vllm@0.19"), weights="fp8-block"), SITE)
+
+
+def test_what_is_left_to_the_engine_is_named() -> None:
+    from kvctl.recommend.emit.told import unsaid
+
+    assert unsaid(VLLM) == unsaid(SGLANG) == unsaid(LLAMA_CPP) == unsaid(TENSORRT_LLM) == ()
+    assert unsaid(VLLM.replace(serving=Serving(tensor_parallel=2))) == (
+        "--kv-cache-memory-bytes", "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--enable-prefix-caching",
+    )  # fmt: skip
+    assert unsaid(TENSORRT_LLM.replace(serving=Serving())) == (
+        "--kv_cache_free_gpu_memory_fraction", "--max_batch_size", "--max_num_tokens", "--tokens-per-block", "enable_block_reuse",
+    )  # fmt: skip
+    assert "choose otherwise on another machine: --batch-size, --ubatch-size, --cache-ram." in emit(
+        "runbook", LLAMA_CPP_GPU, SITE
+    )
+
+
 def test_models_of_llama_cpp() -> None:
     """A file, a repository with a type, a file in a repository."""
     assert words(LLAMA_CPP)[1:3] == ["--model", "/srv/models/SmolLM2-135M-Instruct.Q4_1.gguf"]

@@ -149,6 +149,15 @@ def test_files_of_an_engine_are_in_the_file() -> None:
     assert inside["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
 
 
+def test_models_of_ollama_are_fetched_when_it_is_up() -> None:
+    assert "# When it is up: docker compose exec llm ollama pull qwen3:8b\n" in emit("compose", OLLAMA, SITE)
+    assert "# When it is up: kubectl exec deploy/llm -- ollama pull qwen3:8b\n" in emit("kubernetes", OLLAMA, SITE)
+    own = OLLAMA.replace(model="/srv/models/q.gguf")
+    text = emit("kubernetes", own, SITE)
+    assert "ollama create llm -f /etc/engine/Modelfile" in text
+    assert documents(text)[0]["data"] == {"Modelfile": "FROM /models/q.gguf\nPARAMETER num_ctx 4096\n"}
+
+
 def test_amd_gpus_are_devices() -> None:
     [whole] = documents(emit("compose", CASES["vllm-amd"].replace(replicas=2), SITE))
     second = whole["services"]["llm-1"]

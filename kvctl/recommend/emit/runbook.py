@@ -12,6 +12,7 @@ from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
 from kvctl.recommend.emit.prometheus import Alert, alerts
 from kvctl.recommend.emit.script import script
+from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def _chosen(deployment: Deployment, promise: Promise) -> str:
         rows.append(("meant to hold", asked))
     table = "| | |\n|---|---|\n" + "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows)
     why = f"\n{_list(promise.why)}" if promise.why else ""
-    return f"## What was chosen\n\n{table}{why}"
+    left = unsaid(deployment)
+    open_ = f"\nLeft to the engine, which may choose otherwise on another machine: {', '.join(left)}.\n" if left else ""
+    return f"## What was chosen\n\n{table}{why}{open_}"
 
 
 def _cell(text: str) -> str:
