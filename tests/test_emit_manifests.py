@@ -416,11 +416,25 @@ def test_a_runbook_has_every_part() -> None:
     )
     assert "GPU KV cache size: 1\n" in text
     assert emit("command", VLLM, SITE) in text
+    assert "`kubectl port-forward service/llm 8001`" in text
+    assert "`kubectl port-forward service/llm-leader 8001`" in emit("runbook", VLLM_NODES, SITE)
     for alert in alerts(VLLM, SITE, promise):
         assert f"](#{alert.name.lower()})" in text
         assert f"### {alert.name}\n" in text
         assert alert.expression in text
         assert all(f"- {line}\n" in text for line in alert.do)
+
+
+def test_a_runbooks_test_asks_for_the_model_by_its_name_there() -> None:
+    """Ollama, transformers and TensorRT-LLM are not told a name: theirs is the model's own, or what their list says."""
+    names = {}
+    for name in ("vllm-made", "ollama", "transformers", "tensorrt-llm"):
+        [line] = [
+            line for line in emit("runbook", CASES[name], SITE).splitlines() if line.startswith("kvctl serve-test")
+        ]
+        names[name] = line.partition("--model ")[2]
+    assert names == {"vllm-made": "Qwen/Qwen3-32B", "ollama": "qwen3:8b",
+                     "transformers": "HuggingFaceTB/SmolLM2-135M-Instruct", "tensorrt-llm": ""}  # fmt: skip
 
 
 def test_a_runbook_says_how_weights_are_made() -> None:

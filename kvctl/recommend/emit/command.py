@@ -127,8 +127,17 @@ def is_local(deployment: Deployment) -> bool:
 
 
 def served(deployment: Deployment, site: Site) -> str:
-    """What requests call the model."""
+    """What requests call the model, where the engine can be told."""
     return site.served or deployment.base
+
+
+def asked_for(deployment: Deployment, site: Site) -> str | None:
+    """What requests call the model; None where the server's own list says it."""
+    engine = deployment.engine.name
+    if engine == "ollama":
+        return site.name if is_local(deployment) else deployment.model
+    own = {"transformers": deployment.model, "tensorrt-llm": None}
+    return own[engine] if engine in own else served(deployment, site)
 
 
 # -- engines --------------------------------------------------------------------------------

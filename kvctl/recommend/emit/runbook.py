@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
 from kvctl.recommend.emit import images
-from kvctl.recommend.emit.command import served
+from kvctl.recommend.emit.command import asked_for
 from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
 from kvctl.recommend.emit.prometheus import Alert, alerts
@@ -120,17 +120,26 @@ def _make(deployment: Deployment) -> str:
 
 
 def _start(deployment: Deployment, site: Site) -> str:
-    ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment)]
+    ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment, site)]
     return f"## Start\n\n{_code(script(deployment, site))}\nOr as a file, from the same plan:\n\n{_list(ways)}"
 
 
-def _ways(deployment: Deployment) -> list[tuple[str, str]]:
+def _ways(deployment: Deployment, site: Site) -> list[tuple[str, str]]:
     container = images.kind(deployment) != "metal" and deployment.engine.name != "transformers"
+    reached = f"for the checks `kubectl port-forward service/NAME {site.port}`"
     out = []
     if container and deployment.nodes == 1:
-        out = [("compose", "`docker compose up -d`"), ("kubernetes", "`kubectl apply -f FILE`")]
+        out = [
+            ("compose", "`docker compose up -d`"),
+            ("kubernetes", f"`kubectl apply -f FILE`; {reached.replace('NAME', site.name)}"),
+        ]
     elif container:
-        out = [("lws", "`kubectl apply -f FILE`, where the LeaderWorkerSet operator is installed")]
+        out = [
+            (
+                "lws",
+                f"`kubectl apply -f FILE`, where the LeaderWorkerSet operator is installed; {reached.replace('NAME', f'{site.name}-leader')}",
+            )
+        ]
     if images.kind(deployment) != "metal":
         out.append(("systemd", "`systemctl enable --now NAME`"))
     return out or [("command", "the line above")]
@@ -154,7 +163,8 @@ def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
     health = _code(
         f"curl --fail --silent --show-error {url}{health_of(deployment.engine.name)}\ncurl --silent {url}/v1/models"
     )
-    test = ["kvctl", "serve-test", url, "--model", served(deployment, site)]
+    name = asked_for(deployment, site)
+    test = ["kvctl", "serve-test", url, *(["--model", name] if name is not None else [])]
     if promise.prompt_tokens:
         test += ["-i", str(promise.prompt_tokens)]
     if promise.output_tokens:
