@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
@@ -435,6 +436,16 @@ def test_a_runbooks_test_asks_for_the_model_by_its_name_there() -> None:
         names[name] = line.partition("--model ")[2]
     assert names == {"vllm-made": "Qwen/Qwen3-32B", "ollama": "qwen3:8b",
                      "transformers": "HuggingFaceTB/SmolLM2-135M-Instruct", "tensorrt-llm": ""}  # fmt: skip
+
+
+def test_a_runbook_names_only_files_that_can_be_written() -> None:
+    for deployment in (*CASES.values(), VLLM.replace(replicas=9), SGLANG.replace(device=CASES["vllm-amd"].device)):
+        named = set(re.findall(r"^- `--emit (\w+)`: ", emit("runbook", deployment, SITE), re.MULTILINE))
+        can = set()
+        for kind in ("compose", "kubernetes", "lws", "systemd"):
+            with contextlib.suppress(UsageError):
+                can |= {kind} if emit(kind, deployment, SITE) else set()
+        assert named == can
 
 
 def test_a_runbook_says_how_weights_are_made() -> None:

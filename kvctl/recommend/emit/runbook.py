@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
-from kvctl.recommend.emit import images
 from kvctl.recommend.emit.command import asked_for
+from kvctl.recommend.emit.compose import compose
 from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
+from kvctl.recommend.emit.kubernetes import kubernetes, leader_worker_set
 from kvctl.recommend.emit.prometheus import Alert, alerts
 from kvctl.recommend.emit.script import script
+from kvctl.recommend.emit.systemd import systemd
 from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
 
@@ -121,28 +124,29 @@ def _make(deployment: Deployment) -> str:
 
 def _start(deployment: Deployment, site: Site) -> str:
     ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment, site)]
-    return f"## Start\n\n{_code(script(deployment, site))}\nOr as a file, from the same plan:\n\n{_list(ways)}"
+    files = f"\nOr as a file, from the same plan:\n\n{_list(ways)}" if ways else ""
+    return f"## Start\n\n{_code(script(deployment, site))}{files}"
 
 
 def _ways(deployment: Deployment, site: Site) -> list[tuple[str, str]]:
-    container = images.kind(deployment) != "metal" and deployment.engine.name != "transformers"
-    reached = f"for the checks `kubectl port-forward service/NAME {site.port}`"
+    """The kinds of files that this deployment can be started from, and how."""
+    apply = "`kubectl apply -f FILE`; for the checks `kubectl port-forward service/"
+    kinds = (
+        ("compose", compose, "`docker compose up -d`"),
+        ("kubernetes", kubernetes, f"{apply}{site.name} {site.port}`"),
+        (
+            "lws",
+            leader_worker_set,
+            f"{apply}{site.name}-leader {site.port}`; the cluster needs the LeaderWorkerSet operator",
+        ),
+        ("systemd", systemd, "`systemctl enable --now NAME`"),
+    )
     out = []
-    if container and deployment.nodes == 1:
-        out = [
-            ("compose", "`docker compose up -d`"),
-            ("kubernetes", f"`kubectl apply -f FILE`; {reached.replace('NAME', site.name)}"),
-        ]
-    elif container:
-        out = [
-            (
-                "lws",
-                f"`kubectl apply -f FILE`, where the LeaderWorkerSet operator is installed; {reached.replace('NAME', f'{site.name}-leader')}",
-            )
-        ]
-    if images.kind(deployment) != "metal":
-        out.append(("systemd", "`systemctl enable --now NAME`"))
-    return out or [("command", "the line above")]
+    for kind, write, how in kinds:
+        with contextlib.suppress(UsageError):
+            write(deployment, site)
+            out.append((kind, how))
+    return out
 
 
 def _log(deployment: Deployment, promise: Promise) -> str:
