@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from kvctl.errors import UsageError
 from kvctl.recommend.deployment import Deployment
 from kvctl.recommend.emit import KINDS, Promise, Site, emit, named
 from kvctl.recommend.emit.command import Place, command
+from kvctl.recommend.emit.nodes import Node
 from kvctl.recommend.emit.told import told
 
 PROMISE = Promise(
@@ -308,6 +311,28 @@ def test_weights_made_on_load() -> None:
         emit("command", TENSORRT_LLM.replace(made="load"), SITE)
 
 
+def test_names_of_formats_by_version() -> None:
+    """Until 0.32 `--quantization fp8` converts; that version refuses it for anything but a checkpoint in fp8."""
+    assert "--quantization fp8 \\" in emit("command", VLLM.replace(engine=engine("vllm@0.19")), SITE)
+    with pytest.raises(UsageError, match="makes no fp8-block"):
+        emit("command", VLLM.replace(engine=engine("vllm@0.19"), weights="fp8-block"), SITE)
+
+
+def test_what_is_left_to_the_engine_is_named() -> None:
+    from kvctl.recommend.emit.told import unsaid
+
+    assert unsaid(VLLM) == unsaid(SGLANG) == unsaid(LLAMA_CPP) == unsaid(TENSORRT_LLM) == ()
+    assert unsaid(VLLM.replace(serving=Serving(tensor_parallel=2))) == (
+        "--kv-cache-memory-bytes", "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--enable-prefix-caching",
+    )  # fmt: skip
+    assert unsaid(TENSORRT_LLM.replace(serving=Serving())) == (
+        "--kv_cache_free_gpu_memory_fraction", "--max_batch_size", "--max_num_tokens", "--tokens-per-block", "enable_block_reuse",
+    )  # fmt: skip
+    assert "choose otherwise on another machine: --batch-size, --ubatch-size, --cache-ram." in emit(
+        "runbook", LLAMA_CPP_GPU, SITE
+    )
+
+
 def test_models_of_llama_cpp() -> None:
     """A file, a repository with a type, a file in a repository."""
     assert words(LLAMA_CPP)[1:3] == ["--model", "/srv/models/SmolLM2-135M-Instruct.Q4_1.gguf"]
@@ -327,6 +352,49 @@ def test_words_survive_a_shell() -> None:
     found = shlex.split(command_line.replace("\\\n", " "))
     assert found[2] == odd.model
     assert found[found.index("--served-model-name") + 1] == odd.base
+
+
+FAKE = """#!/bin/sh
+for word in "$(basename "$0")" "$@"; do printf '%s\\0' "$word" >> "$WORDS"; done
+printf '\\n' >> "$WORDS"
+"""
+
+
+@pytest.mark.parametrize("name", [*CASES, "odd"])
+def test_a_shell_runs_exactly_these_words(name: str, tmp_path: Path) -> None:
+    """The text is run, with programs that write down what they are given."""
+    deployment = (
+        CASES[name] if name != "odd" else VLLM.replace(base='it\'s \\ "a" $HOME `x` é', model="/m/a b;c", made="stored")
+    )
+    for program in ("vllm", "python3", "llama-server", "trtllm-serve", "ollama", "transformers"):
+        (tmp_path / program).write_text(FAKE)
+        (tmp_path / program).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WORDS": str(tmp_path / "words"), "HEAD_ADDRESS": "10.0.0.1"}
+    (tmp_path / "run.sh").write_text(emit("command", deployment, SITE))
+    ran = subprocess.run(
+        ["/bin/sh", "-eu", "run.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = [line.split("\0")[:-1] for line in (tmp_path / "words").read_text().split("\n")[:-1]]
+    places = [Place("127.0.0.1", node=Node(str(rank), "10.0.0.1")) for rank in range(deployment.nodes)]
+    if deployment.nodes == 1:
+        places = [Place("127.0.0.1")]
+    wanted = [command(deployment, SITE, place) for place in places]
+    assert found == [[*one.program, *one.arguments] for one in wanted]
+    for file, text in wanted[0].files:
+        assert (tmp_path / file).read_text() == text
+
+
+def test_nodes_are_not_started_without_the_address(tmp_path: Path) -> None:
+    (tmp_path / "vllm").write_text(FAKE)
+    (tmp_path / "vllm").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WORDS": str(tmp_path / "words")}
+    ran = subprocess.run(
+        ["/bin/sh", "-c", emit("command", VLLM_NODES, SITE)], env=env, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    assert "HEAD_ADDRESS" in ran.stderr
+    assert not (tmp_path / "words").exists()
 
 
 # -- several nodes --------------------------------------------------------------------------
@@ -475,8 +543,6 @@ def test_every_option_is_one_of_the_engine(name: str) -> None:
     switches, values = set(facts["switches"].split()), set(facts["values"].split())
     node = Place("127.0.0.1")
     if CASES[name].nodes > 1:
-        from kvctl.recommend.emit.nodes import Node
-
         node = node.replace(node=Node("1", "10.0.0.1"))
     for option, *given_values in command(CASES[name], SITE, node).options:
         if not option.startswith("-"):

@@ -2,6 +2,7 @@
 
 KVCTL_VLLM_PYTHON=venv/bin/python python -m pytest -m engine tests/test_emit_engines.py -k vllm
 KVCTL_LLAMA_CPP=build/bin KVCTL_SMOLLM2_GGUF=SmolLM2-135M-Instruct.Q4_1.gguf python -m pytest -m engine tests/test_emit_engines.py -k llama
+KVCTL_SGLANG=folder of an unpacked wheel (with sglang/ in it) python -m pytest -m engine tests/test_emit_engines.py -k sglang
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import CASES, LLAMA_CPP, VLLM
+from deployments import CASES, GIB, LLAMA_CPP, SGLANG, VLLM
 
 from kvctl.recommend.deployment import Deployment
 from kvctl.recommend.emit import Site, emit
@@ -152,6 +154,71 @@ def test_vllm_makes_a_configuration_of_it(tmp_path: Path) -> None:
     words = [*command(deployment, SITE).arguments, "--skip-tokenizer-init"]
     [found] = read_by_vllm(tmp_path, [(words, True)])
     assert found["config"] == {"max_model_len": 32768, "bytes": 192 * 2**20, "seqs": 8, "prefix": False}
+
+
+# -- sglang ---------------------------------------------------------------------------------
+
+
+def read_by_sglang(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
+    """What SGLang's parser makes of the words after its program."""
+    wheel = os.environ.get("KVCTL_SGLANG")
+    if not wheel:
+        pytest.skip("KVCTL_SGLANG names no unpacked wheel of SGLang")
+    (folder / "ask.json").write_text(json.dumps(commands))
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("sglang_parser.py")), wheel, str(folder / "ask.json"), str(folder / "answer.json")],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    answer: list[dict[str, Any]] = json.loads((folder / "answer.json").read_text())
+    return answer
+
+
+def test_sglang_reads_every_command(tmp_path: Path) -> None:
+    """All cases, all nodes, and a file of settings: SGLang takes whole gigabytes, and no bytes of the cache."""
+    full = SGLANG.replace(
+        serving=SGLANG.serving.replace(cpu_offload=3 * GIB // 2, swa_ratio=0.5, kv_budget=GIB, hybrid_disabled=False)
+    )
+    asked: list[list[str]] = []
+    wanted: list[dict[str, Any]] = []
+    for deployment in (*(one for one in CASES.values() if one.engine.name == "sglang"), full):
+        told = deployment.serving
+        want = {
+            "model_path": deployment.model,
+            "served_model_name": deployment.base,
+            "context_length": deployment.context,
+            "kv_cache_dtype": deployment.kv_dtype,
+            "quantization": "fp8" if deployment.made == "load" else None,
+            "tp_size": told.tensor_parallel,
+            "pp_size": 1,
+            "dp_size": told.data_parallel or 1,
+            "enable_dp_attention": told.attention_dp,
+            "ep_size": told.tensor_parallel if told.expert_parallel else 1,
+            "max_running_requests": told.max_sequences,
+            "chunked_prefill_size": -1 if told.chunked_prefill is False else told.max_batched,
+            "mem_fraction_static": told.utilization,
+            "disable_radix_cache": told.prefix_caching is False,
+            "hicache_size": 100 if told.host_gb else 0,
+            "enable_hierarchical_cache": bool(told.host_gb),
+            "cpu_offload_gb": 2 if told.cpu_offload else 0,
+            "speculative_num_draft_tokens": told.draft_tokens,
+            "enable_metrics": True,
+            "port": 8000,
+        }
+        for rank in range(deployment.nodes):
+            node = Node(str(rank), HEAD) if deployment.nodes > 1 else None
+            asked.append(list(command(deployment, SITE, Place("127.0.0.1", node=node)).arguments))
+            many = {"nnodes": deployment.nodes, "node_rank": rank, "dist_init_addr": f"{HEAD}:20000" if node else None}
+            wanted.append(want | many)
+        if deployment.nodes == 1:
+            file = tmp_path / f"{len(asked)}.yaml"
+            file.write_text(emit("config", deployment, SITE))
+            asked.append(["--config", str(file)])
+            wanted.append(want)
+    found = read_by_sglang(tmp_path, asked)
+    assert len(found) == len(wanted) == 8
+    for one, words in zip(found, wanted, strict=True):
+        assert {name: one[name] for name in words} == words
 
 
 # -- llama.cpp ------------------------------------------------------------------------------

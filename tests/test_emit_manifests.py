@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
@@ -147,6 +148,15 @@ def test_files_of_an_engine_are_in_the_file() -> None:
     assert config["target"] == service["command"][service["command"].index("--extra_llm_api_options") + 1]
     inside = yaml.safe_load(whole["configs"][config["source"]]["content"])
     assert inside["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
+
+
+def test_models_of_ollama_are_fetched_when_it_is_up() -> None:
+    assert "# When it is up: docker compose exec llm ollama pull qwen3:8b\n" in emit("compose", OLLAMA, SITE)
+    assert "# When it is up: kubectl exec deploy/llm -- ollama pull qwen3:8b\n" in emit("kubernetes", OLLAMA, SITE)
+    own = OLLAMA.replace(model="/srv/models/q.gguf")
+    text = emit("kubernetes", own, SITE)
+    assert "ollama create llm -f /etc/engine/Modelfile" in text
+    assert documents(text)[0]["data"] == {"Modelfile": "FROM /models/q.gguf\nPARAMETER num_ctx 4096\n"}
 
 
 def test_amd_gpus_are_devices() -> None:
@@ -407,11 +417,35 @@ def test_a_runbook_has_every_part() -> None:
     )
     assert "GPU KV cache size: 1\n" in text
     assert emit("command", VLLM, SITE) in text
+    assert "`kubectl port-forward service/llm 8001`" in text
+    assert "`kubectl port-forward service/llm-leader 8001`" in emit("runbook", VLLM_NODES, SITE)
     for alert in alerts(VLLM, SITE, promise):
         assert f"](#{alert.name.lower()})" in text
         assert f"### {alert.name}\n" in text
         assert alert.expression in text
         assert all(f"- {line}\n" in text for line in alert.do)
+
+
+def test_a_runbooks_test_asks_for_the_model_by_its_name_there() -> None:
+    """Ollama, transformers and TensorRT-LLM are not told a name: theirs is the model's own, or what their list says."""
+    names = {}
+    for name in ("vllm-made", "ollama", "transformers", "tensorrt-llm"):
+        [line] = [
+            line for line in emit("runbook", CASES[name], SITE).splitlines() if line.startswith("kvctl serve-test")
+        ]
+        names[name] = line.partition("--model ")[2]
+    assert names == {"vllm-made": "Qwen/Qwen3-32B", "ollama": "qwen3:8b",
+                     "transformers": "HuggingFaceTB/SmolLM2-135M-Instruct", "tensorrt-llm": ""}  # fmt: skip
+
+
+def test_a_runbook_names_only_files_that_can_be_written() -> None:
+    for deployment in (*CASES.values(), VLLM.replace(replicas=9), SGLANG.replace(device=CASES["vllm-amd"].device)):
+        named = set(re.findall(r"^- `--emit (\w+)`: ", emit("runbook", deployment, SITE), re.MULTILINE))
+        can = set()
+        for kind in ("compose", "kubernetes", "lws", "systemd"):
+            with contextlib.suppress(UsageError):
+                can |= {kind} if emit(kind, deployment, SITE) else set()
+        assert named == can
 
 
 def test_a_runbook_says_how_weights_are_made() -> None:

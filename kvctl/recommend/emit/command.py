@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from kvctl.recommend.emit.nodes import Node
     from kvctl.recommend.emit.site import Site
 
+FILES = "/etc/engine"
+"""Where an engine's own file lies in a container."""
 Option = tuple[str, ...]
 """An option and its values."""
 
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _ON_LOAD: Mapping[str, Mapping[str, Sequence[Option]]] = {
-    # vllm/config/quantization.py: names of what it converts to while it loads.
+    # vllm/config/quantization.py: names of what it converts every linear layer and all experts to while it loads.
     "vllm": {
         "fp8": [("--quantization", "fp8_per_tensor")],
         "fp8-block": [("--quantization", "fp8_per_block")],
         "fp8-channel": [("--quantization", "fp8_per_channel")],
-        "nvfp4": [("--quantization", "nvfp4_per_token")],
     },
     # sglang/srt/arg_groups/choices.py
     "sglang": {
@@ -51,6 +52,8 @@ _ON_LOAD: Mapping[str, Mapping[str, Sequence[Option]]] = {
         "int8": [("--quantization", "bnb-8bit")],
     },
 }
+_ONE_NAME_UNTIL = (0, 32)
+"""Earlier versions call fp8 by scales of whole tensors fp8; 0.32 takes that word for checkpoints alone (Fp8Config)."""
 _OF_TRANSFORMERS = (
     "--continuous-batching",
     "--cb-block-size",
@@ -124,8 +127,17 @@ def is_local(deployment: Deployment) -> bool:
 
 
 def served(deployment: Deployment, site: Site) -> str:
-    """What requests call the model."""
+    """What requests call the model, where the engine can be told."""
     return site.served or deployment.base
+
+
+def asked_for(deployment: Deployment, site: Site) -> str | None:
+    """What requests call the model; None where the server's own list says it."""
+    engine = deployment.engine.name
+    if engine == "ollama":
+        return site.name if is_local(deployment) else deployment.model
+    own = {"transformers": deployment.model, "tensorrt-llm": None}
+    return own[engine] if engine in own else served(deployment, site)
 
 
 # -- engines --------------------------------------------------------------------------------
@@ -236,8 +248,7 @@ def _tensorrt_llm(deployment: Deployment, serving: Serving, site: Site, place: P
     # Without it the server has no page of metrics for Prometheus.
     settings["return_perf_metrics"] = True
     name = f"{site.name}.yaml"
-    folder = "/etc/engine" if place.container else "."
-    file = posixpath.join(folder, name) if place.container else name
+    file = posixpath.join(FILES, name) if place.container else name
     options = [
         (model(deployment, site, place),),
         ("--host", place.host),
@@ -279,8 +290,9 @@ def _ollama(deployment: Deployment, serving: Serving, site: Site, place: Place) 
     if not is_local(deployment):
         return Command(("ollama", "serve"), (), tuple(variables.items()), after=(f"ollama pull {path}",))
     recipe = f"FROM {path}\nPARAMETER num_ctx {deployment.context}\n"
+    file = posixpath.join(FILES, "Modelfile") if place.container else "Modelfile"
     return Command(("ollama", "serve"), (), tuple(variables.items()), (("Modelfile", recipe),),
-                   (f"ollama create {site.name} -f Modelfile",))  # fmt: skip
+                   (f"ollama create {site.name} -f {file}",))  # fmt: skip
 
 
 def _transformers(deployment: Deployment, serving: Serving, site: Site, place: Place) -> Command:
@@ -319,6 +331,8 @@ def _on_load(deployment: Deployment) -> Sequence[Option]:
     if deployment.made != "load":
         return []
     known = _ON_LOAD.get(deployment.engine.name, {})
+    if deployment.engine.name == "vllm" and nodes.minor_of(deployment.engine.version) < _ONE_NAME_UNTIL:
+        known = {"fp8": [("--quantization", "fp8")]}
     if deployment.weights not in known:
         raise UsageError(f"{deployment.engine.name} makes no {deployment.weights} weights while it loads",
                          hint="of " + (", ".join(known) or "no format") + "; `kvctl quantize` makes others")  # fmt: skip

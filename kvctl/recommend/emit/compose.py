@@ -45,6 +45,8 @@ def compose(deployment: Deployment, site: Site) -> str:
     if many:
         last = site.port + deployment.replicas - 1
         note += f"\nOne port each, {site.port} to {last}: a load balancer in front of them shares out the requests."
+    for line in container(deployment, site).after:
+        note += "".join(f"\nWhen it is up: docker compose exec {name} {line}" for name in services)
     return document(whole, comment=note)
 
 

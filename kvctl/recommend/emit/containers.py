@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvctl.recommend.emit import images
-from kvctl.recommend.emit.command import Command, Place, command
+from kvctl.recommend.emit.command import FILES, Command, Place, command
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from kvctl.recommend.emit.nodes import Node
     from kvctl.recommend.emit.site import Site
 
-FILES = "/etc/engine"
-"""Where an engine's own file lies in a container."""
+__all__ = ["FILES", "Container", "container", "health_of"]
 _EVERYWHERE = "0.0.0.0"  # a container's own network: what reaches it is said outside of it
 _PROGRAMS = {"llama.cpp": ("/app/llama-server",)}
 """Where an image has a program that is not on its path (llama.cpp .devops/*.Dockerfile)."""
@@ -28,6 +27,8 @@ class Container(Record):
     arguments: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
     files: tuple[tuple[str, str], ...]
+    after: tuple[str, ...]
+    """Commands to run in it when it is up."""
     health: str
     """The path that answers 200 when requests may come."""
 
@@ -48,6 +49,7 @@ def container(deployment: Deployment, site: Site, node: Node | None = None) -> C
         one.arguments,
         variables,
         one.files,
+        one.after,
         health_of(deployment.engine.name),
     )
 

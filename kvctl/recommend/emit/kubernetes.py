@@ -57,7 +57,10 @@ def kubernetes(deployment: Deployment, site: Site) -> str:
             },
         },
     }
-    return document(*_maps(site, one), whole, _service(site, labels), comment=_note(deployment, site))
+    note = _note(deployment, site) + "".join(
+        f"\nWhen it is up: kubectl exec deploy/{site.name} -- {line}" for line in one.after
+    )
+    return document(*_maps(site, one), whole, _service(site, labels), comment=note)
 
 
 def leader_worker_set(deployment: Deployment, site: Site) -> str:

@@ -42,7 +42,7 @@ def check(deployment: Deployment, site: Site) -> None:
     if deployment.nodes > 1 and engine.name not in ("vllm", "sglang"):
         raise UsageError(f"kvctl starts {engine.name} on one node, and this is for {deployment.nodes}",
                          hint="--engine vllm or --engine sglang")  # fmt: skip
-    if deployment.nodes > 1 and engine.name == "vllm" and not site.ray and _minor(engine.version) < _OWN_NODES_SINCE:
+    if deployment.nodes > 1 and engine.name == "vllm" and not site.ray and minor_of(engine.version) < _OWN_NODES_SINCE:
         raise UsageError(f"vLLM {engine.version} joins several nodes through Ray alone", hint="choose Ray")
 
 
@@ -80,7 +80,8 @@ def ray_start(address: str | None) -> str:
     )
 
 
-def _minor(version: str | None) -> tuple[int, int]:
+def minor_of(version: str | None) -> tuple[int, int]:
+    """(0, 33) of "0.33" and of "0.33.1"; beyond every version where there is none."""
     major, _, rest = (version or "").partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (999, 0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
-from kvctl.recommend.emit import images
-from kvctl.recommend.emit.command import served
+from kvctl.recommend.emit.command import asked_for
+from kvctl.recommend.emit.compose import compose
 from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
+from kvctl.recommend.emit.kubernetes import kubernetes, leader_worker_set
 from kvctl.recommend.emit.prometheus import Alert, alerts
 from kvctl.recommend.emit.script import script
+from kvctl.recommend.emit.systemd import systemd
+from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -67,7 +71,9 @@ def _chosen(deployment: Deployment, promise: Promise) -> str:
         rows.append(("meant to hold", asked))
     table = "| | |\n|---|---|\n" + "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows)
     why = f"\n{_list(promise.why)}" if promise.why else ""
-    return f"## What was chosen\n\n{table}{why}"
+    left = unsaid(deployment)
+    open_ = f"\nLeft to the engine, which may choose otherwise on another machine: {', '.join(left)}.\n" if left else ""
+    return f"## What was chosen\n\n{table}{why}{open_}"
 
 
 def _cell(text: str) -> str:
@@ -117,20 +123,30 @@ def _make(deployment: Deployment) -> str:
 
 
 def _start(deployment: Deployment, site: Site) -> str:
-    ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment)]
-    return f"## Start\n\n{_code(script(deployment, site))}\nOr as a file, from the same plan:\n\n{_list(ways)}"
+    ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment, site)]
+    files = f"\nOr as a file, from the same plan:\n\n{_list(ways)}" if ways else ""
+    return f"## Start\n\n{_code(script(deployment, site))}{files}"
 
 
-def _ways(deployment: Deployment) -> list[tuple[str, str]]:
-    container = images.kind(deployment) != "metal" and deployment.engine.name != "transformers"
+def _ways(deployment: Deployment, site: Site) -> list[tuple[str, str]]:
+    """The kinds of files that this deployment can be started from, and how."""
+    apply = "`kubectl apply -f FILE`; for the checks `kubectl port-forward service/"
+    kinds = (
+        ("compose", compose, "`docker compose up -d`"),
+        ("kubernetes", kubernetes, f"{apply}{site.name} {site.port}`"),
+        (
+            "lws",
+            leader_worker_set,
+            f"{apply}{site.name}-leader {site.port}`; the cluster needs the LeaderWorkerSet operator",
+        ),
+        ("systemd", systemd, "`systemctl enable --now NAME`"),
+    )
     out = []
-    if container and deployment.nodes == 1:
-        out = [("compose", "`docker compose up -d`"), ("kubernetes", "`kubectl apply -f FILE`")]
-    elif container:
-        out = [("lws", "`kubectl apply -f FILE`, where the LeaderWorkerSet operator is installed")]
-    if images.kind(deployment) != "metal":
-        out.append(("systemd", "`systemctl enable --now NAME`"))
-    return out or [("command", "the line above")]
+    for kind, write, how in kinds:
+        with contextlib.suppress(UsageError):
+            write(deployment, site)
+            out.append((kind, how))
+    return out
 
 
 def _log(deployment: Deployment, promise: Promise) -> str:
@@ -151,7 +167,8 @@ def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
     health = _code(
         f"curl --fail --silent --show-error {url}{health_of(deployment.engine.name)}\ncurl --silent {url}/v1/models"
     )
-    test = ["kvctl", "serve-test", url, "--model", served(deployment, site)]
+    name = asked_for(deployment, site)
+    test = ["kvctl", "serve-test", url, *(["--model", name] if name is not None else [])]
     if promise.prompt_tokens:
         test += ["-i", str(promise.prompt_tokens)]
     if promise.output_tokens:

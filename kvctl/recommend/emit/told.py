@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from kvctl.engines.flags import spelling_of
 from kvctl.errors import UsageError
 from kvctl.units import GIB, MIB
 
@@ -149,6 +150,49 @@ _TOLD: Mapping[str, Callable[[Deployment, Serving], Serving]] = {
     "ollama": _ollama,
     "transformers": _transformers,
 }
+
+
+_NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "vllm": (
+        ("kv_budget", "num_blocks", "utilization"),
+        ("max_sequences",),
+        ("max_batched",),
+        ("block_size",),
+        ("prefix_caching",),
+    ),
+    "sglang": (
+        ("utilization", "max_tokens"),
+        ("max_sequences",),
+        ("max_batched", "chunked_prefill"),
+        ("block_size",),
+        ("prefix_caching",),
+    ),
+    "llama.cpp": (("slots", "max_sequences"), ("batch",), ("ubatch",), ("prompt_cache",)),
+    "tensorrt-llm": (
+        ("utilization", "max_tokens"),
+        ("max_sequences",),
+        ("max_batched",),
+        ("block_size",),
+        ("prefix_caching",),
+    ),
+    "ollama": (("slots", "max_sequences"),),
+    "transformers": (("num_blocks", "utilization"), ("block_size",), ("max_batched",)),
+}
+"""Settings that change memory, of which an engine chooses what it is not told; of several one says enough."""
+
+
+def unsaid(deployment: Deployment) -> tuple[str, ...]:
+    """Options that change memory and that the deployment leaves to the engine, in the engine's words."""
+    serving, engine = deployment.serving, deployment.engine.name
+    out = []
+    for fields in _NEEDED.get(engine, ()):
+        if all(getattr(serving, field) is None for field in fields):
+            out.append(_NAMED.get((engine, fields[0])) or spelling_of(fields[0], engine))
+    return tuple(out)
+
+
+_NAMED = {("tensorrt-llm", "max_batched"): "--max_num_tokens", ("tensorrt-llm", "prefix_caching"): "enable_block_reuse"}
+"""What kvctl.engines.flags has no row for."""
 
 
 def cache_types(deployment: Deployment) -> tuple[str, str]:
