@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,7 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     impossible: tuple[str, ...] = ()
     if not good:
         impossible = _impossible(ask, judge, judged)
-        near = () if impossible else nearest(ask, _allowed(known))
+        near = () if impossible else (*_slower(ask, known, ranked), *nearest(ask, _allowed(known)))
     advice: tuple[Advice, ...] = ()
     if answers and advise:
         from kvctl.recommend.cases import advice_for
@@ -115,6 +116,30 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     )  # fmt: skip
 
 
+_TRIED = 8
+"""Candidates, the nearest to the request first, that lower rates are tried with."""
+
+
+def _slower(ask: Ask, known: Known, ranked: Sequence[Judged]) -> tuple[Near, ...]:
+    """The highest rate, to two digits, at which something here meets the request."""
+    if ask.rate is None:
+        return ()
+    best: tuple[float, Candidate] | None = None
+    for one in [one for one in ranked if one.speed is not None][:_TRIED]:
+        low, high = best[0] if best is not None else 0.0, ask.rate
+        while high - low > 0.005 * high and high > 1e-4:
+            rate = (low + high) / 2
+            if judge_of(ask.replace(rate=rate), known).meets(one.candidate):
+                low, best = rate, (rate, one.candidate)
+            else:
+                high = rate
+    if best is None:
+        return ()
+    step = 10.0 ** (math.floor(math.log10(best[0])) - 1)
+    rate = math.floor(best[0] / step) * step
+    return (Near("rate", f"--rate {rate:.6g}", ask.replace(rate=rate), best[1]),)
+
+
 def _allowed(known: Known) -> Callable[[Ask, Candidate], bool]:
     """Whether a candidate of a changed request meets that."""
     last: list[tuple[Ask, Judge]] = []
@@ -122,7 +147,7 @@ def _allowed(known: Known) -> Callable[[Ask, Candidate], bool]:
     def allowed(ask: Ask, candidate: Candidate) -> bool:
         if not last or last[0][0] is not ask:
             last[:] = [(ask, judge_of(ask, known))]
-        return last[0][1].judge(candidate).meets
+        return last[0][1].meets(candidate)
 
     return allowed
 

@@ -228,6 +228,22 @@ class Attempt:
         whole = self.room(serving.replace(gpu_layers=None), self.length)
         return sum(whole.weights) - sum(room.weights)
 
+    def _explicit(self, serving: Serving, load: Load) -> Serving:
+        """The options, with those named that the plan took as the engine's defaults: the same start, whatever the next version's are."""
+        if self.engine.slots == "shared":
+            # llama-server's own batches; a host that weights lie in has no memory to spare for earlier prompts.
+            kept = serving.prompt_cache
+            if kept is None:
+                kept = 8192 if self.split.gpus and serving.gpu_layers is None else 0
+            return serving.replace(batch=serving.batch or 2048, ubatch=serving.ubatch or 512, prompt_cache=kept)
+        if self.engine.slots:
+            return serving
+        found, size = load.allocation, serving.block_size
+        if size is None and found is not None and len(found.groups) == 1:  # those of hybrids follow from their states
+            size = found.block_size or None
+        caching = True if serving.prefix_caching is None else serving.prefix_caching
+        return serving.replace(block_size=size, prefix_caching=caching)
+
     def _candidate(self, room: Room, load: Load, serving: Serving, held: int, usual: int, replicas: int) -> Candidate:
         ask, split, rank = self.ask, self.split, load.ranks[load.bottleneck]
         asked = ask.concurrency
@@ -236,7 +252,7 @@ class Attempt:
             base=ask.spec.id,
             model=self.checkpoint.loads,
             engine=self.engine,
-            serving=serving,
+            serving=self._explicit(serving, load),
             context=ask.context,
             device=ask.device,
             weights=self.checkpoint.weights,

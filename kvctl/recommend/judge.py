@@ -160,9 +160,14 @@ class Judge:
             self._losses[key] = self.quality.both(*key)
         return self._losses[key]
 
-    def allowed(self, candidate: Candidate) -> bool:
-        """Whether its loss, and what it does under the load, are within what is asked."""
-        return self.judge(candidate).meets
+    def meets(self, candidate: Candidate) -> bool:
+        """Whether it meets the request; as `judge` says, and sooner where its formats lose too much."""
+        return not candidate.queues and not self._loses(self.loss(candidate)) and self.judge(candidate).meets
+
+    def _loses(self, loss: Loss) -> bool:
+        """Whether that is more than may be lost."""
+        verdict = loss.allowed(self.limit)
+        return verdict == "no" or (verdict == "unknown" and self.limit < ANY_LOSS)
 
     # -- what it misses ---------------------------------------------------------------------
 
@@ -170,15 +175,14 @@ class Judge:
         ask, missed, sure = self.ask, [], True
         if candidate.queues:
             missed.append(f"{candidate.usual_at_once:,} of {ask.concurrency:,} requests run at once")
-        verdict = loss.allowed(self.limit)
-        if verdict == "no" or (verdict == "unknown" and self.limit < ANY_LOSS):
+        if self._loses(loss):
             told = "nobody published what it loses"
             if loss.percent is not None:
                 told = f"loses {max(loss.percent.mid, 0):.2g}%"
                 if loss.percent.mid <= self.limit:
                     told += f", and up to {loss.percent.high:.2g}% by the one figure there is"
             missed.append(f"quality: {told}, and {self.limit:g}% is the most")
-        sure = sure and verdict == "yes"
+        sure = sure and loss.allowed(self.limit) == "yes"
         for name, limit in (("ttft", ask.ttft), ("tpot", ask.tpot)):
             if limit is None:
                 continue

@@ -37,7 +37,7 @@ class Near(Record):
     """A change with which it fits."""
 
     direction: str
-    """gpus, gpu, context, requests, formats, engine or model."""
+    """rate, gpus, gpu, context, requests, formats, engine or model."""
     words: str
     """What it is, for people."""
     ask: Ask

@@ -146,9 +146,9 @@ class Prepared(Record):
             return inside / (first + max(answer - 1, 0) * between)
 
         most = max(throughput(step) for step in _steps(held))
-        low, high = 1e-3, held
-        for _ in range(40):
-            inside = (low + high) / 2
+        low, high = min(1e-3, held), held
+        while high / low > 1.001 and rate < most:
+            inside = math.sqrt(low * high)
             low, high = (inside, high) if throughput(inside) < rate else (low, inside)
         inside = high
         first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
@@ -156,13 +156,15 @@ class Prepared(Record):
         load, places = rate / most, max(held / replicas, 1.0)
         if load < 1:
             first += load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load)) * service
-        else:
-            first = math.inf
         found = self._speed(prompt, answer, inside, first, between)
-        # As many leave as come, as long as that is sustained; what would be is as uncertain as everything.
+        # As many leave as come, as long as that is sustained; what could at most is as uncertain as everything.
         slow, fast = (one / found.request_rate.mid for one in (found.request_rate.low, found.request_rate.high))
         requests = Range(min(rate, most * slow), min(rate, most), min(rate, most * fast))
-        return found.replace(request_rate=requests, output_rate=_times(requests, answer), sustained=load < 1)
+        found = found.replace(request_rate=requests, output_rate=_times(requests, answer))
+        if load >= 1:
+            never = Range(math.inf, math.inf, math.inf)
+            return found.replace(ttft=never, sustained=False)
+        return found
 
     def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float) -> Speed:
         best_first, best_between = self.best(prompt, answer, inside)
@@ -261,11 +263,11 @@ def _largest(parts: dict[str, Any]) -> str:
 
 
 def _steps(held: float) -> list[float]:
-    """Numbers of requests from one to `held`, about half as many again each."""
-    steps, value = [held], held / 1.5
+    """Numbers of requests from one to `held`, four times as many each: rates grow with them, and fall a little where memory is short."""
+    steps, value = [held], held / 4
     while value > 1:
         steps.append(value)
-        value /= 1.5
+        value /= 4
     return steps
 
 
