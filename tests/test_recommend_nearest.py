@@ -120,7 +120,8 @@ def test_other_formats_where_quality_rules_them_out() -> None:
 
     request = asked("Qwen2.5-72B-Instruct", "A100-80GB", 4096, 1, VLLM)
     assert holding(request, plain) is None
-    near = nearest.formats(request, plain)
+    assert nearest.formats(request, None) is None
+    near = nearest.formats(request, nearest.anything)
     assert near is not None
     assert not plain(request, near.candidate)
     assert near.candidate.deployment.weights in near.words

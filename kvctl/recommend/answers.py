@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvctl.formats import BF16, FP32, DType
 from kvctl.recommend.candidate import Candidate, Rejection
 from kvctl.recommend.fits import search
-from kvctl.recommend.judge import Judge, Judged, order
-from kvctl.recommend.nearest import Near, nearest
+from kvctl.recommend.judge import ANY_LOSS, Judge, Judged, order
+from kvctl.recommend.nearest import Lack, Near, nearest
 from kvctl.recommend.prices import Prices
 from kvctl.recommend.quality import Measured, Quality
 from kvctl.record import Record
@@ -104,7 +104,11 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     impossible: tuple[str, ...] = ()
     if not good:
         impossible = _impossible(ask, judge, judged)
-        near = () if impossible else (*_slower(ask, known, ranked), *nearest(ask, _allowed(known)))
+        near = (
+            ()
+            if impossible
+            else (*_slower(ask, known, ranked), *nearest(ask, _allowed(known), _lack(ask, known, ranked)))
+        )
     advice: tuple[Advice, ...] = ()
     if answers and advise:
         from kvctl.recommend.cases import advice_for
@@ -140,13 +144,32 @@ def _slower(ask: Ask, known: Known, ranked: Sequence[Judged]) -> tuple[Near, ...
     return (Near("rate", f"--rate {rate:.6g}", ask.replace(rate=rate), best[1]),)
 
 
-def _allowed(known: Known) -> Callable[[Ask, Candidate], bool]:
-    """Whether a candidate of a changed request meets that."""
+def _lack(ask: Ask, known: Known, ranked: Sequence[Judged]) -> Lack:
+    """What is short: quality where something would meet all else, GPUs for a rate, speed where something holds the request."""
+    lossy = (
+        None
+        if any(not line.startswith("quality") for one in ranked[:1] for line in one.missed)
+        else _allowed(known, lossy=True)
+    )
+    rates = [one.speed.request_rate.high for one in ranked if one.speed is not None and not one.candidate.queues]
+    few = 0
+    if ask.rate is not None and rates and max(rates) > 0:
+        few = math.ceil(ask.all_gpus * min(ask.rate / max(rates), 1e6))
+    slow = any(
+        not one.candidate.queues and all(not line.startswith("quality") for line in one.missed) for one in ranked
+    )
+    return Lack(lossy, few, slow)
+
+
+def _allowed(known: Known, *, lossy: bool = False) -> Callable[[Ask, Candidate], bool]:
+    """Whether a candidate of a changed request meets that; `lossy`: whatever it loses."""
     last: list[tuple[Ask, Judge]] = []
 
     def allowed(ask: Ask, candidate: Candidate) -> bool:
         if not last or last[0][0] is not ask:
-            last[:] = [(ask, judge_of(ask, known))]
+            judge = judge_of(ask, known)
+            judge.limit = ANY_LOSS if lossy else judge.limit
+            last[:] = [(ask, judge)]
         return last[0][1].meets(candidate)
 
     return allowed

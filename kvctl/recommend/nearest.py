@@ -27,6 +27,8 @@ Allowed = Callable[[Ask, Candidate], bool]
 
 NODE = 8
 """GPUs that a node has at most, where more are looked for."""
+_FASTEST = 6
+"""Of the cards that are faster, those that are tried."""
 _STEP = 256
 """Tokens in which shorter requests are looked for: a multiple of every engine's blocks."""
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(-A\d+(?:\.\d+)?[Bb])?(?![A-Za-z0-9])")
@@ -50,10 +52,25 @@ def anything(_: Ask, __: Candidate) -> bool:
     return True
 
 
-def nearest(ask: Ask, allowed: Allowed = anything) -> tuple[Near, ...]:
+class Lack(Record):
+    """What is known of why nothing meets a request; it spares searches that cannot find anything."""
+
+    lossy: Allowed | None = None
+    """The same bounds but for quality, where that has one."""
+    gpus: int = 0
+    """Fewer GPUs than these are surely too few."""
+    slow: bool = False
+    """Whether it is speed that is short, not memory: cards that are no faster are none to look at."""
+
+
+def nearest(ask: Ask, allowed: Allowed = anything, lack: Lack | None = None) -> tuple[Near, ...]:
     """The nearest requests that something fits, one for each direction that has one."""
-    directions = (formats, engines, more_gpus, larger_gpu, shorter, fewer, smaller_model)
-    return tuple(near for direction in directions if (near := direction(ask, allowed)) is not None)
+    lack = lack or Lack()
+    found = (
+        formats(ask, lack.lossy), engines(ask, allowed), more_gpus(ask, allowed, lack.gpus), larger_gpu(ask, allowed, slow=lack.slow),
+        shorter(ask, allowed), fewer(ask, allowed), smaller_model(ask, allowed),
+    )  # fmt: skip
+    return tuple(near for near in found if near is not None)
 
 
 def holding(ask: Ask, allowed: Allowed = anything) -> Candidate | None:
@@ -61,15 +78,17 @@ def holding(ask: Ask, allowed: Allowed = anything) -> Candidate | None:
     return next((one for one in Search(ask).walk() if not one.queues and allowed(ask, one)), None)
 
 
-def formats(ask: Ask, allowed: Allowed = anything) -> Near | None:
-    """Other formats of weights and of the cache, where what else is asked for rules these out; the least change is the first."""
-    if allowed is anything:
-        return None  # the search has tried all
-    found = holding(ask)
+def formats(ask: Ask, lossy: Allowed | None) -> Near | None:
+    """Other formats of weights and of the cache, where a bound on quality rules these out; the least change is the first.
+
+    `lossy` are all other bounds; None: the search has tried all formats.
+    """
+    found = holding(ask, lossy) if lossy is not None else None
     if found is None:
         return None
     deployment = found.deployment
-    words = f"weights in {deployment.weights}, a cache in {deployment.kv_dtype}, with what that costs"
+    cache = "" if deployment.kv_dtype == "auto" else f", a cache in {deployment.kv_dtype}"
+    words = f"weights in {deployment.weights}{cache}, with what that costs"
     return Near("formats", words, ask, found)
 
 
@@ -82,12 +101,12 @@ def engines(ask: Ask, allowed: Allowed = anything) -> Near | None:
     return Near("engine", f"--engine {found.deployment.engine.name}", changed, found) if found is not None else None
 
 
-def more_gpus(ask: Ask, allowed: Allowed = anything) -> Near | None:
-    """The fewest GPUs of the same kind: in the node first, then more nodes of as many."""
+def more_gpus(ask: Ask, allowed: Allowed = anything, least: int = 0) -> Near | None:
+    """The fewest GPUs of the same kind: in the node first, then more nodes of as many; fewer than `least` are not tried."""
     if not ask.gpus or ask.device.unified:
         return None
     for changed in _larger(ask):
-        found = holding(changed, allowed)
+        found = holding(changed, allowed) if changed.all_gpus >= least else None
         if found is not None:
             nodes = f" in each of {changed.nodes} nodes" if changed.nodes > 1 else ""
             return Near("gpus", f"{plural(changed.gpus, 'GPU')}{nodes}: {ask.device.name}", changed, found)
@@ -104,12 +123,12 @@ def _larger(ask: Ask) -> Iterator[Ask]:
             yield ask.replace(gpus=gpus, nodes=count)
 
 
-def larger_gpu(ask: Ask, allowed: Allowed = anything) -> Near | None:
-    """As many GPUs of another kind: that of the table with the least memory that holds it."""
+def larger_gpu(ask: Ask, allowed: Allowed = anything, *, slow: bool = False) -> Near | None:
+    """As many GPUs of another kind: that of the table with the least memory that holds it; `slow`: of those that are faster."""
     if not ask.gpus:
         return None
-    cards = sorted(_cards(ask.device), key=lambda device: (device.cuda_bytes, device.name))
-    for device in cards:
+    cards = sorted(_cards(ask.device, slow=slow), key=lambda device: (device.cuda_bytes, device.name))
+    for device in cards[-_FASTEST:] if slow else cards:
         changed = ask.replace(device=device)
         found = holding(changed, allowed)
         if found is not None:
@@ -118,12 +137,15 @@ def larger_gpu(ask: Ask, allowed: Allowed = anything) -> Near | None:
     return None
 
 
-def _cards(device: Device) -> Iterator[Device]:
-    """Cards of the same maker with more memory."""
+def _cards(device: Device, *, slow: bool) -> Iterator[Device]:
+    """Cards of the same maker with more memory; `slow`: with as much, and faster."""
+    own = device.facts.bandwidth_gbs if device.facts is not None else None
     for card in table.cards():
         if card.vendor == vendor(device) and card.dies == 1 and not card.unified:
+            if slow and not (own and (card.bandwidth_gbs or 0) > own):
+                continue
             (other,) = read_gpus(card.name)
-            if other.cuda_bytes > device.available_bytes:
+            if other.cuda_bytes > device.available_bytes or (slow and other.cuda_bytes >= device.available_bytes):
                 yield other.replace(notes=())
 
 

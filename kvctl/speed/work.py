@@ -12,6 +12,7 @@ from typing import Any
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
+from kvctl.kept import kept
 from kvctl.record import Record
 from kvctl.spec import (
     Attention,
@@ -95,6 +96,7 @@ class Work(Record):
         return self.experts * (1.0 - missed)
 
 
+@kept
 def work_of(spec: ModelSpec, fmt: Formats) -> Work:
     """Counted from a model, its cache in `fmt`.
 
