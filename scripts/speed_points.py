@@ -18,6 +18,7 @@ from kvctl.sources import resolve
 from kvctl.spec import Formats, ModelSpec
 from kvctl.speed import CHUNKS, Setup, facts_of, layout_of
 from kvctl.speed.machine import family
+from kvctl.weight_formats import GGUF_BITS
 
 METRICS = ("decode_tok_s_request", "decode_tok_s_total", "prefill_tok_s", "total_tok_s", "e2e_latency_s", "output_tok_s_total",
            "speed_in_plus_out_tok_s", "ttft_ms", "tpot_ms", "itl_ms")  # fmt: skip
@@ -42,7 +43,7 @@ MODELS = {
     "cogito-v1-preview-qwen-32b": "Qwen/Qwen2.5-32B-Instruct",  # fine-tuned from it
 }
 _TAIL = re.compile(
-    r"(-(fp4|nvfp4|fp8|fp8-kv|mxfp4|mxfp4-q8|q8|4bit|8bit|gptq-8bit|gptq-int4|gptq-int8|int4|int8|awq|gguf|qat|hf|bf16|fp16|exl2|mlx))+$"
+    r"([-:_](fp4|nvfp4|fp8|fp8-kv|mxfp4|mxfp4-q8|q8|4bit|8bit|gptq-8bit|gptq-int4|gptq-int8|int4|int8|awq|gguf|qat|hf|bf16|fp16|exl2|mlx))+$"
 )
 
 
@@ -80,7 +81,7 @@ class Point(Record):
 
 def read(record: dict[str, Any]) -> Point | str:
     """The point, or why it is none."""
-    found = model(record["model"])
+    found = model(record["model"], record.get("params_note") or "")
     if found is None:
         return f"model {record['model']}"
     card = gpu(record["gpu"])
@@ -119,26 +120,31 @@ def read(record: dict[str, Any]) -> Point | str:
 _SPECS: dict[str, ModelSpec | None] = {}
 
 
-def model(name: str) -> ModelSpec | None:
-    """The model of a record, in the catalogue."""
+def model(name: str, note: str = "") -> ModelSpec | None:
+    """The model of a record, in the catalogue; `note` says its parameters ("46.7B total / 12.9B active MoE")."""
     if name not in _SPECS:
-        _SPECS[name] = _model(name)
+        _SPECS[name] = _model(name) or _alike(name, note)
     return _SPECS[name]
 
 
 def _model(name: str) -> ModelSpec | None:
     short = name.rpartition("/")[2]
-    bare = _TAIL.sub("", short.lower())
-    for candidate in (
-        name,
-        short,
-        MODELS.get(short.lower()),
-        MODELS.get(bare),
-        bare,
-        bare + "-instruct",
-        bare + "-it",
-        bare.removesuffix("-instruct"),
-    ):
+    bare = short.lower()
+    tries = [name, short, bare]
+    while True:
+        tries += [
+            MODELS.get(bare),
+            bare,
+            bare + "-instruct",
+            bare + "-it",
+            bare + "-hf",
+            bare.removesuffix("-instruct"),
+        ]
+        cut = _TAIL.sub("", bare)
+        if cut == bare:
+            break
+        bare = cut
+    for candidate in tries:
         if candidate is None:
             continue
         try:
@@ -146,6 +152,40 @@ def _model(name: str) -> ModelSpec | None:
         except KvctlError:
             continue
     return None
+
+
+_PARAMETERS = re.compile(r"([\d.]+)\s*([BTM])")
+
+
+def _alike(name: str, note: str) -> ModelSpec | None:
+    """A model of as many parameters, within 6%, whose name is most like it: fine-tuned ones have the shape of their base."""
+    import difflib
+
+    from kvctl.sources import catalogue
+
+    counts = [float(number) * {"T": 1e12, "B": 1e9, "M": 1e6}[unit] for number, unit in _PARAMETERS.findall(note)]
+    size = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)b(?![a-z])", name.lower())
+    total = counts[0] if counts else float(size[1]) * 1e9 if size else None
+    if total is None:
+        return None
+    mixed = "moe" in note.lower() or "active" in note or re.search(r"-a\d+(\.\d+)?b", name.lower()) is not None
+    near: list[tuple[float, str]] = []
+    short = name.rpartition("/")[2].lower()
+    for row in catalogue.matching([""]):
+        other, own = row["id"], row["parameters"]
+        if own and "incomplete" not in row and abs(own / total - 1) < 0.06:
+            near.append((-difflib.SequenceMatcher(None, short, other.rpartition("/")[2].lower()).ratio(), other))
+    for _, other in sorted(near):
+        found = _model(other)
+        if found is not None and bool(_experts(found)) == mixed:
+            return found
+    return None
+
+
+def _experts(spec: ModelSpec) -> int:
+    from kvctl.speed.work import work_of
+
+    return work_of(spec, Formats(BF16, plain(BF16), plain(BF16))).experts
 
 
 def gpu(name: str) -> Any:
@@ -189,9 +229,13 @@ def weights(record: dict[str, Any], spec: ModelSpec) -> str | None:
         return "gptq-int8" if "8" in text.replace("q8", "") and "4" not in text else "gptq"
     if spec.model_type == "gpt_oss":
         return "mxfp4"
-    for name in ("q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0", "q4_0", "q3_k_m", "q2_k", "mxfp4"):
+    for name in sorted(GGUF_BITS, key=len, reverse=True):
         if name in text:
-            return name if name != "q4_0" else "q4_k_s"
+            return name
+    for name, near in (("q4_k", "q4_k_m"), ("q5_k", "q5_k_m"), ("q6_k", "q6_k"), ("q4_", "q4_k_s"), ("q5_", "q5_k_m"), ("iq4", "iq4_xs"),
+                       ("q3_", "q3_k_m"), ("q8", "q8_0"), ("mxfp4", "mxfp4")):  # fmt: skip
+        if name in text:
+            return near  # of about as many bits
     if "gguf" in text and "16" in text:
         return "f16"
     if "awq" in text:
