@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from kvctl import output
+from kvctl import __version__, output
 from kvctl.errors import KvctlError, UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def emit_what_if(left: Side, right: Side, form: str) -> None:
     output.forgive_encoding()
     found = compare(left, right)
     if form == "json":
-        output.print_json({"schema": "kvctl.recommend-compare/1", **found.to_dict()})
+        output.print_json({"schema": "kvctl.recommend-compare/1", "kvctl_version": __version__, **found.to_dict()})
         return
     from kvctl.screen_recommend import difference_rows, print_difference
 

@@ -1,0 +1,155 @@
+"""`kvctl recommend` as people run it: forms, files, status, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Outcome
+from jsonschema import Draft202012Validator
+
+Run = Callable[..., Outcome]
+BASE = ("recommend", "Qwen/Qwen3-8B", "--gpu", "L40S", "--ctx", "8k", "--concurrency", "4")
+
+
+def valid(document: dict[str, Any]) -> None:
+    name = document["schema"].replace("/", "-") + ".json"
+    schema = json.loads((resources.files("kvctl.data") / "schemas" / name).read_text())
+    Draft202012Validator(schema).validate(document)
+
+
+def test_a_plan_fits_its_schema_and_names_every_flag(kvctl: Run) -> None:
+    outcome = kvctl(*BASE, "--json")
+    assert outcome.code == 0
+    document = json.loads(outcome.out)
+    valid(document)
+    best = document["answers"][0]
+    assert best["kind"] == "best"
+    command = best["side"]["command"]
+    assert command[:2] == ["vllm", "serve"] or command[0] in ("trtllm-serve", "llama-server", "python")
+    # What lies on the GPU adds up to what it has: 44.4 GiB of an L40S, of 48 GB.
+    assert 44 < sum(best["side"]["memory"].values()) / 2**30 < 45
+
+
+def test_a_plan_of_what_cannot_be_has_status_three_and_what_would(kvctl: Run) -> None:
+    outcome = kvctl(
+        "recommend", "Qwen2.5-72B-Instruct", "--gpu", "RTX4090", "--concurrency", "4", "--ctx", "8k", "--json"
+    )
+    assert outcome.code == 3
+    document = json.loads(outcome.out)
+    valid(document)
+    assert not document["answers"]
+    assert {near["direction"] for near in document["nearest"]} >= {"gpus", "gpu", "model"}
+
+
+def test_several_make_a_matrix_in_every_form(kvctl: Run) -> None:
+    many = ("recommend", "Qwen/Qwen3-8B", "openai/gpt-oss-20b", "--gpu", "L4,L40S", "--ctx", "8k", "--concurrency", "4")
+    document = json.loads(kvctl(*many, "--json").out)
+    valid(document)
+    assert [(row["model"], row["gpu"]) for row in document["rows"]] == [
+        ("Qwen/Qwen3-8B", "1x NVIDIA L4"), ("Qwen/Qwen3-8B", "1x NVIDIA L40S"),
+        ("openai/gpt-oss-20b", "1x NVIDIA L4"), ("openai/gpt-oss-20b", "1x NVIDIA L40S"),
+    ]  # fmt: skip
+    table = kvctl(*many, "--format", "md").out
+    assert table.count("\n| ") + table.startswith("| ") == 5
+    assert len(kvctl(*many, "--format", "csv").out.splitlines()) == 5
+    assert "gpt-oss-20b" in kvctl(*many).out
+
+
+def test_prices_are_told_and_sorted_by(kvctl: Run, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("L40S = 0.9\n")
+    document = json.loads(kvctl(*BASE, "--price", str(prices), "--goal", "cost", "--json").out)
+    cost = document["answers"][0]["side"]["cost"]
+    assert cost["per_hour"] == 0.9
+    # 0.9 for 3,600 s of as many tokens as the likeliest rate gives: the middle of the range.
+    rate = document["answers"][0]["side"]["speed"]["output_rate"]["mid"]
+    assert cost["per_million_output_tokens"]["mid"] == pytest.approx(0.9 / 3600 / rate * 1e6)
+
+
+def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) -> None:
+    text = kvctl(*BASE, "--engine", "vllm", "--emit", "command").out
+    assert "vllm serve" in text
+    assert "--kv-cache-memory-bytes" in text
+    folder = tmp_path / "serve"
+    outcome = kvctl(*BASE, "--engine", "vllm", "--emit", "all", "-o", str(folder))
+    assert outcome.code == 0
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "start.sh",
+        "compose.yaml",
+        "kubernetes.yaml",
+        "qwen3-8b.service",
+        "alerts.yaml",
+        "RUNBOOK.md",
+        "plan.json",
+    } <= names
+    valid(json.loads((folder / "plan.json").read_text()))
+    assert not [path for path in folder.iterdir() if stat.S_IMODE(path.stat().st_mode) & 0o002]
+
+
+def test_two_plans_are_compared(kvctl: Run, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text(kvctl(*BASE, "--json").out)
+    other.write_text(kvctl(*BASE[:-1], "8", "--json").out)
+    outcome = kvctl("recommend", "--what-if", str(one), "--what-if", str(other))
+    assert outcome.code == 0
+    assert "ranges overlap" in outcome.out or "told apart" in outcome.out
+    document = json.loads(kvctl("recommend", "--what-if", str(one), "--what-if", str(other), "--json").out)
+    valid(document)
+    assert "nothing differs" in kvctl("recommend", "--what-if", str(one), "--what-if", str(one)).out
+    assert kvctl(*BASE, "--what-if", str(one)).out.count("nothing differs") == 1
+
+
+@pytest.mark.parametrize("form", ["table", "md"])
+def test_explain_names_every_technique_with_a_verdict(kvctl: Run, form: str) -> None:
+    text = kvctl(*BASE, "--explain", "--format", form).out
+    for technique in ("paged attention", "FP8 KV cache", "StreamingLLM", "H2O", "ScissorHands", "LMCache", "disaggregated prefill",
+                      "FlashAttention", "CUDA graphs", "continuous batching", "chunked prefill", "speculative decoding", "sibling"):  # fmt: skip
+        assert technique in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says", "hint"),
+    [
+        (("recommend",), "no model is named", "kvctl recommend MODEL"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "0xH100"), "", ""),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "H999"), "H999", ""),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--ctx", "1m"), "more than the 40,960", "--ctx 40960"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--concurrency", "0"), "--concurrency 0", "from 1"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--concurrency", "2", "--rate", "1"), "--concurrency and --rate", "one of them"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--goal", "joy"), "unknown goal", "throughput"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--slo", "soon"), "--slo", "ttft=500ms"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--max-quality-loss", "much"), "no percentage", "--max-quality-loss 1"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "poem"), "unknown kind", "compose"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "all"), "do not fit on stdout", "-o DIR"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "-o", "x"), "-o is where", "--emit"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--engine", "ideal"), "no server", "vllm"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--price", "free"), "", ""),
+        (("recommend", "--what-if", "one.json"), "compares two plans", "--what-if"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(kvctl: Run, argv: tuple[str, ...], says: str, hint: str) -> None:
+    outcome = kvctl(*argv)
+    assert outcome.code == 2, outcome.err
+    lines = outcome.err.strip().splitlines()
+    assert len(lines) <= 3
+    assert says in outcome.err
+    assert hint in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not outcome.out
+
+
+def test_a_damaged_plan_is_refused(kvctl: Run, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    for text in ("", "{", "[]", '{"schema": "kvctl.size/1"}', '{"schema": "kvctl.recommend/1", "answers": [{}]}'):
+        bad.write_text(text)
+        outcome = kvctl("recommend", "--what-if", str(bad), "--what-if", str(bad))
+        assert outcome.code in (1, 2)
+        assert "Traceback" not in outcome.err
+        assert "internal" not in outcome.err
