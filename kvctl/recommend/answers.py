@@ -276,15 +276,17 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
     """What runs out first as the load grows, and what to change then."""
     candidate = one.candidate
     stack, count = candidate.stack, candidate.asked or candidate.usual_at_once
-    used = stack.kv / stack.pool if stack.pool else 1.0
+    # Where an engine allocates for the workload, what is free could be cache, too.
+    room = stack.pool + (max(stack.headroom, 0) if candidate.capacity is None else 0)
+    used = stack.kv / room if room else 1.0
     if candidate.queues or used >= FULL:
-        words = f"the cache: {format_bytes(stack.kv)} of {format_bytes(stack.pool)} are promised to {plural(count, 'request')}"
+        words = f"the cache: {format_bytes(stack.kv)} of {format_bytes(room)} are promised to {plural(count, 'request')}"
         quarter = candidate.deployment.kv_dtype in ("auto",)
         return words, "a cache in 8 bits holds about twice as much" if quarter else "more GPUs, or shorter requests"
     if one.speed is None:
         return "not known: its speed is not", "--verify measures it"
     bound = one.speed.decode_bound
-    spare = f"; the cache would hold {stack.pool / max(stack.kv, 1):.1f} times as much"
+    spare = f"; the cache would hold {room / max(stack.kv, 1):.1f} times as much"
     more = {
         "weights": (
             "reading weights in every step",

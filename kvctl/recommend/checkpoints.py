@@ -129,7 +129,7 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
         out += published(spec)
     if plain:
         out.append(
-            Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads: --quantization fp8", sized="fp8")
+            Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads", sized="fp8")
         )
     there = {one.weights for one in out}
     there |= {"awq"} if there & {"w4a16", "gptq"} else set()
