@@ -98,15 +98,18 @@ class Prepared(Record):
     """Kind of figure → the logarithms that measurements lie below and above a prediction."""
     calibration: Calibration | None
 
-    def seconds(self, prompt: int, answer: int, held: float) -> tuple[float, float]:
-        """Seconds to the first token and between tokens, with `held` requests in service on one replica."""
+    def seconds(self, prompt: int, answer: int, held: float, before: float = 0.0) -> tuple[float, float]:
+        """Seconds to the first token and between tokens, with `held` requests in service on one replica.
+
+        `before`: tokens of a prompt that are found in the cache.
+        """
         from kvctl.speed.load import served
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
         chunk = self.chunk
         demand = step(self.layout, held, prompt + answer / 2)
-        own = prompted(self.layout, prompt, 1, chunk, pipelined=True)
+        own = prompted(self.layout, prompt - before, 1, chunk, before=before, pipelined=True)
         others = max(held / self.setup.data - 1, 0.0)
         first, between = served(demand, own, self.efficiency, others, answer)
         if self.calibration is not None:
@@ -117,16 +120,19 @@ class Prepared(Record):
     def chunk(self) -> int:
         return self.setup.batched or CHUNKS.get(ALIKE.get(self.setup.engine, self.setup.engine), 8192)
 
-    def at(self, prompt: int, answer: int, asked: float, held: float | None = None) -> Speed:
-        """Figures with `asked` requests held at once over all replicas, of which `held` are in service and the others wait."""
+    def at(self, prompt: int, answer: int, asked: float, held: float | None = None, before: float = 0.0) -> Speed:
+        """Figures with `asked` requests held at once over all replicas, of which `held` are in service and the others wait.
+
+        `before`: tokens of a prompt that are found in the cache.
+        """
         inside = min(asked, held) if held is not None else asked
-        first, between = self.seconds(prompt, answer, max(inside / self.setup.replicas, 1.0))
+        first, between = self.seconds(prompt, answer, max(inside / self.setup.replicas, 1.0), before)
         service = first + max(answer - 1, 0) * between
         # Those that memory does not hold wait until others end.
         first += (asked / inside - 1) * service
-        return self._speed(prompt, answer, inside, first, between, inside / service)
+        return self._speed(prompt, answer, inside, first, between, inside / service, before)
 
-    def coming(self, prompt: int, answer: int, rate: float, held: float) -> Speed:
+    def coming(self, prompt: int, answer: int, rate: float, held: float, before: float = 0.0) -> Speed:
         """Figures with `rate` requests a second, of which at most `held` are in service.
 
         Requests in service follow from how long each is (Little's law). The wait for a place is Sakasegawa's approximation of the
@@ -135,7 +141,7 @@ class Prepared(Record):
         replicas = self.setup.replicas
 
         def throughput(inside: float) -> float:
-            first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
+            first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
             return inside / (first + max(answer - 1, 0) * between)
 
         most = max(throughput(step) for step in _steps(held))
@@ -144,33 +150,35 @@ class Prepared(Record):
             inside = (low + high) / 2
             low, high = (inside, high) if throughput(inside) < rate else (low, inside)
         inside = high
-        first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
+        first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
         service = first + max(answer - 1, 0) * between
         load, places = rate / most, max(held / replicas, 1.0)
         if load < 1:
             first += load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load)) * service
         else:
             first = math.inf
-        return self._speed(prompt, answer, inside, first, between, min(rate, most)).replace(sustained=load < 1)
+        return self._speed(prompt, answer, inside, first, between, min(rate, most), before).replace(sustained=load < 1)
 
-    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float, rate: float) -> Speed:
-        best_first, best_between = self.best(prompt, answer, inside)
+    def _speed(
+        self, prompt: int, answer: int, inside: float, first: float, between: float, rate: float, before: float
+    ) -> Speed:
+        best_first, best_between = self.best(prompt, answer, inside, before)
         ttft = self._range("ttft", first, least=best_first)
         tpot = self._range("tpot", between, least=best_between)
         requests = self._range("rate", rate)
-        bounds = self.bounds(prompt, answer, inside)
+        bounds = self.bounds(prompt, answer, inside, before)
         return Speed(
             ttft=ttft, tpot=tpot, output_rate=Range(*(answer * value for value in (requests.low, requests.mid, requests.high))),
             request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(),
-            assumption=self.assumption(prompt),
+            assumption=self.assumption(prompt, before),
         )  # fmt: skip
 
-    def best(self, prompt: int, answer: int, inside: float) -> tuple[float, float]:
+    def best(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> tuple[float, float]:
         """Seconds to the first token and between tokens that the hardware cannot go below."""
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
-        own = prompted(self.layout, prompt, 1, self.chunk, pipelined=True)
+        own = prompted(self.layout, prompt - before, 1, self.chunk, before=before, pipelined=True)
         token = step(self.layout, max(inside / self.setup.replicas, 1.0), prompt)
         return (
             max(own.operations + own.attention, own.weights),
@@ -183,13 +191,13 @@ class Prepared(Record):
             low, high = self.calibration.spread(kind, low, high)
         return Range(max(value * math.exp(low), least), max(value, least), max(value * math.exp(high), least))
 
-    def bounds(self, prompt: int, answer: int, inside: float) -> tuple[str, str]:
+    def bounds(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> tuple[str, str]:
         """What takes most of a prompt's time, and of a step's."""
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
         e = self.efficiency
-        own = prompted(self.layout, prompt, 1, self.chunk, pipelined=True)
+        own = prompted(self.layout, prompt - before, 1, self.chunk, before=before, pipelined=True)
         token = step(self.layout, max(inside / self.setup.replicas, 1.0), prompt + answer / 2)
         talk = (own.wire / e.link + own.exchanges * e.exchange, token.wire / e.link + token.exchanges * e.exchange)
         return (
@@ -210,7 +218,7 @@ class Prepared(Record):
         count = fitted()["measured"].get(engine, {}).get(self.setup.card.name, 0)
         return f"{count} published figures of {engine} on {self.setup.card.name}" if count else ""
 
-    def assumption(self, prompt: int) -> str:
+    def assumption(self, prompt: int, before: float = 0.0) -> str:
         """What the figures hang on most."""
         setup, layout = self.setup, self.layout
         if not self.validated():
@@ -221,11 +229,11 @@ class Prepared(Record):
             return "tokens choose experts evenly"
         if layout.work.estimated:
             return "parameters are the published total, not counted from the architecture"
-        return (
-            f"prompts have {prompt:,} tokens and none is found in a cache"
-            if prompt > 1
-            else "requests do not wait for prompts"
-        )
+        if prompt <= 1:
+            return "requests do not wait for prompts"
+        if before:
+            return f"{before / prompt:.0%} of {prompt:,} prompt tokens are found in the cache"
+        return f"prompts have {prompt:,} tokens and none is found in a cache"
 
 
 def _overhead(demand: Any, e: Any) -> float:
