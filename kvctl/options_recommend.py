@@ -147,13 +147,16 @@ def read_heard(
         )
 
 
-def read_known(prices: Sequence[str], quality: Sequence[str]) -> Known:
+def read_known(
+    prices: Sequence[str], quality: Sequence[str], calibrate: Sequence[str] = (), specs: Sequence[ModelSpec] = ()
+) -> Known:
     """Prices, and results that were saved."""
-    from kvctl.recommend import measured
+    from kvctl.recommend import calibrated, measured
     from kvctl.recommend.answers import Known
     from kvctl.recommend.prices import Prices, parse
 
-    return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality))
+    return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality),
+                 tuple(one for path in calibrate for one in calibrated.load(path, specs)))  # fmt: skip
 
 
 def read_site(

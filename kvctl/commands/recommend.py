@@ -150,6 +150,15 @@ def recommend(
             show_default=False,
         ),
     ] = None,
+    calibrate: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Speeds measured on such hardware: what kvctl serve-test --save or kvctl profile --save wrote; FILE@H100 or FILE@2xH100 says on what, where the file does not. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     price: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -259,9 +268,9 @@ def recommend(
     options_recommend.check_together(kinds, output, answer, form)
     hardware = options_recommend.read_hardware(gpu or ["local"])
     engines = options_recommend.read_engines(engine)
-    known = options_recommend.read_known(price or [], quality or [])
     heard = options_recommend.read_heard(workload, trace, tokenizer, rate, quiet=quiet)
     specs = [own.read_model(model, set_ or [], source, revision) for model in models]
+    known = options_recommend.read_known(price or [], quality or [], calibrate or [], specs)
     asks = options_recommend.asks(
         specs, hardware, nodes=nodes, ctx=ctx, prompt=input_tokens, answer=output_tokens, concurrency=concurrency, rate=rate,
         engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, heard=heard, shared=shared_prefix,

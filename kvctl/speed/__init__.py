@@ -113,8 +113,19 @@ class Prepared(Record):
         others = max(held / self.setup.data - 1, 0.0)
         first, between = served(demand, own, self.efficiency, others, answer)
         if self.calibration is not None:
-            first, between = first * self.calibration.ttft, between * self.calibration.tpot
+            best = self.best(prompt, answer, held * self.setup.replicas, before)
+            first = max(first * self.calibration.factor("ttft"), best[0])
+            between = max(between * self.calibration.factor("tpot"), best[1])
         return float(first), float(between)
+
+    def together(self, prompt: int, answer: int, count: float) -> tuple[float, float]:
+        """Seconds of `count` prompts and of a step, where requests are computed as one batch and nothing else goes on."""
+        from kvctl.speed.roofline import prompt as prompted
+        from kvctl.speed.roofline import prompt_seconds, step, step_seconds
+
+        prompts = prompted(self.layout, prompt, count, self.chunk, pipelined=True)
+        token = step(self.layout, count, prompt + answer / 2)
+        return float(prompt_seconds(prompts, self.efficiency)), float(step_seconds(token, self.efficiency))
 
     @property
     def chunk(self) -> int:
@@ -130,21 +141,24 @@ class Prepared(Record):
         service = first + max(answer - 1, 0) * between
         # Those that memory does not hold wait until others end.
         first += (asked / inside - 1) * service
-        return self._speed(prompt, answer, inside, first, between, inside / service, before)
+        most = self.most(prompt, answer, inside, before)
+        return self._speed(prompt, answer, inside, first, between, inside / service, before, most)
 
     def coming(self, prompt: int, answer: int, rate: float, held: float, before: float = 0.0) -> Speed:
         """Figures with `rate` requests a second, of which at most `held` are in service.
 
-        Requests in service follow from how long each is (Little's law). The wait for a place is Sakasegawa's approximation of the
-        M/M/c queue (1977): load^(sqrt(2(c+1)) - 1) / (c (1 - load)) times the time in service.
+        Requests in service follow from how long each is (Little's law); for a place they wait as in `kvctl.speed.load.queued`. What is
+        served is what comes, and no more than can be.
         """
+        from kvctl.speed.load import queued
+
         replicas = self.setup.replicas
 
         def throughput(inside: float) -> float:
             first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
             return inside / (first + max(answer - 1, 0) * between)
 
-        most = max(throughput(step) for step in _steps(held))
+        best = max(throughput(step) for step in _steps(held))
         low, high = 1e-3, held
         for _ in range(40):
             inside = (low + high) / 2
@@ -152,26 +166,40 @@ class Prepared(Record):
         inside = high
         first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
         service = first + max(answer - 1, 0) * between
-        load, places = rate / most, max(held / replicas, 1.0)
-        if load < 1:
-            first += load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load)) * service
-        else:
-            first = math.inf
-        return self._speed(prompt, answer, inside, first, between, min(rate, most), before).replace(sustained=load < 1)
+        load = rate / best
+        first += queued(load, max(held / replicas, 1.0)) * service
+        most = min(rate, self.most(prompt, answer, held, before))
+        found = self._speed(prompt, answer, inside, first, between, best, before, most)
+        return found.replace(sustained=load < 1)
 
     def _speed(
-        self, prompt: int, answer: int, inside: float, first: float, between: float, rate: float, before: float
+        self,
+        prompt: int,
+        answer: int,
+        inside: float,
+        first: float,
+        between: float,
+        rate: float,
+        before: float,
+        most: float,
     ) -> Speed:
+        """`rate`: requests a second that are served where enough of them come; `most`: those that come, or that hardware can serve."""
         best_first, best_between = self.best(prompt, answer, inside, before)
         ttft = self._range("ttft", first, least=best_first)
         tpot = self._range("tpot", between, least=best_between)
-        requests = self._range("rate", rate)
+        served = self._range("rate", rate)
+        requests = Range(*(min(value, most) for value in (served.low, served.mid, served.high)))
         bounds = self.bounds(prompt, answer, inside, before)
         return Speed(
             ttft=ttft, tpot=tpot, output_rate=Range(*(answer * value for value in (requests.low, requests.mid, requests.high))),
             request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(),
             assumption=self.assumption(prompt, before),
         )  # fmt: skip
+
+    def most(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> float:
+        """Requests a second that the hardware cannot go beyond with so many in service."""
+        first, between = self.best(prompt, answer, inside, before)
+        return inside / (first + max(answer - 1, 0) * between)
 
     def best(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> tuple[float, float]:
         """Seconds to the first token and between tokens that the hardware cannot go below."""
@@ -209,14 +237,14 @@ class Prepared(Record):
         )  # fmt: skip
 
     def validated(self) -> str:
-        """How many published figures of this engine on this card there are, in words; empty where there are none."""
+        """What was measured here, and how many published figures of this engine on this card there are; empty where there is neither."""
         from kvctl.speed.efficiency import fitted
 
-        if self.calibration is not None:
-            return self.calibration.words
+        own = (self.calibration.words,) if self.calibration is not None else ()
         engine = ALIKE.get(self.setup.engine, self.setup.engine)
         count = fitted()["measured"].get(engine, {}).get(self.setup.card.name, 0)
-        return f"{count} published figures of {engine} on {self.setup.card.name}" if count else ""
+        published = (f"{count} published figures of {engine} on {self.setup.card.name}",) if count else ()
+        return "; ".join((*own, *published))
 
     def assumption(self, prompt: int, before: float = 0.0) -> str:
         """What the figures hang on most."""
