@@ -100,7 +100,7 @@ def _served(
     count = 0
     for one in report.outcomes:
         # Requests at the edges of a load see another one; where too few are left, all are better than none.
-        figures = one.figures if one.refused else one.steady
+        figures = one.figures if one.refused or not one.steady.good else one.steady
         ttft, tpot = figures.times["ttft"], figures.times["tpot"]
         if not figures.good or not figures.with_prompt or not ttft.count or one.given_up is not None:
             continue

@@ -32,7 +32,7 @@ def queued(load: float, places: float) -> float:
     """
     if load >= 1:
         return math.inf
-    return load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load))
+    return math.pow(load, math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load))
 
 
 def full(step: Demand, prompts: Demand, e: Efficiency, requests: Any, output: Any) -> Any:
