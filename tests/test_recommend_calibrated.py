@@ -164,7 +164,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(KvctlError, match=said) as caught:
             load(str(path))
         assert caught.value.hint
-    with pytest.raises(KvctlError, match="no such file|No such file"):
+    with pytest.raises(KvctlError, match=r"no such file|No such file"):
         load(str(tmp_path / "c.json"))
     with pytest.raises(UsageError):
         load(str(tmp_path / "a.json") + "@H9000")
