@@ -109,14 +109,15 @@ _kvctl() {
         recommend)
             case $prev,$cur in
                 --gpu,*) ask="kvctl recommend --gpu" files=yes ;;
-                --host-memory,*|--nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--slo,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
+                --host-memory,*|--nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--shared-prefix,*|--slo,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
+                --workload,*) words="chat rag agent code" ;;
+                --trace,*|--tokenizer,*|--quality,*|--calibrate,*) files=yes ;;
                 --goal,*) words="cost latency throughput context quality" ;;
                 --engine,*) words="any vllm sglang tensorrt-llm llama.cpp ollama" ;;
-                --quality,*) files=yes ;;
                 --emit,*) words="all command compose kubernetes lws systemd config alerts runbook json" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --slo --goal --engine --max-quality-loss --quality --price --emit -o --output --answer --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
+                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --max-quality-loss --quality --calibrate --price --emit -o --output --answer --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
                 *) ask="kvctl recommend" files=yes ;;
             esac
             ;;

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from kvctl.hardware import Device
     from kvctl.recommend.answers import Known
     from kvctl.recommend.emit import Site
+    from kvctl.recommend.load import Heard
     from kvctl.recommend.request import Ask
     from kvctl.recommend.what_if import Side
     from kvctl.spec import ModelSpec
 
+_WORKLOAD_REQUESTS = 5_000
+"""Of a --workload, that are looked at: what is found changes by less than two points with twice as many."""
 MOST_ROWS = 200
 """Requests of a matrix."""
 
@@ -85,6 +88,7 @@ def asks(
     specs: Sequence[ModelSpec], kinds: Sequence[Sequence[Device]], *, nodes: int, ctx: str | None, prompt: str | None, answer: str | None,
     concurrency: int | None, rate: float | None, engines: Sequence[Engine], slo: str | None, goal: str, max_loss: str | None,
     host: str | None,
+    heard: Heard | None = None, shared: str | None = None,
 ) -> tuple[Ask, ...]:  # fmt: skip
     """Every model on every kind of hardware, in that order.
 
@@ -104,7 +108,7 @@ def asks(
         ask(
             spec, devices, nodes=nodes, context=read_length(ctx, "--ctx"), prompt=read_length(prompt, "--input-tokens"),
             answer=read_length(answer, "--output-tokens"), concurrency=concurrency, rate=rate, engines=engines, ttft=ttft, tpot=tpot,
-            goal=goal, max_quality_loss=read_loss(max_loss), host=_host(host, devices),
+            goal=goal, max_quality_loss=read_loss(max_loss), host=_host(host, devices), heard=heard, shared=read_length(shared, "--shared-prefix"),
         )
         for spec in specs for devices in kinds
     )  # fmt: skip
@@ -123,13 +127,50 @@ def _host(text: str | None, devices: Sequence[Device]) -> int | None:
     return host_device().available_bytes
 
 
-def read_known(prices: Sequence[str], quality: Sequence[str]) -> Known:
+def read_heard(
+    workload: str | None, trace: str | None, tokenizer: str | None, rate: float | None, *, quiet: bool
+) -> Heard | None:
+    """The requests of --workload or --trace; None without either.
+
+    Raises:
+        UsageError: both, or an unknown kind.
+        SourceError: a trace that cannot be read.
+
+    """
+    from kvctl.options import read_traffic
+    from kvctl.output import progress
+
+    made = rate if workload is not None else None
+    traffic = read_traffic(
+        trace, tokenizer, workload, requests=None, rate=made, in_flight=None, tpot=None, prefill_rate=None
+    )
+    if traffic is None:
+        return None
+    from kvctl.recommend.load import heard
+    from kvctl.replay import PRESETS
+    from kvctl.traffic import requests_of
+
+    with progress("requests read", quiet=quiet) as advance:
+        if traffic.workload is None:
+            assert trace is not None
+            return heard("standard input" if trace == "-" else trace[:200], requests_of(traffic), advance)
+        mix = PRESETS[traffic.workload]
+        notes = [f"{mix.name}: {mix.source}; assumed: {mix.assumed}"]
+        return heard(
+            mix.name, requests_of(traffic.replace(requests=_WORKLOAD_REQUESTS)), advance, rate=traffic.rate, notes=notes
+        )
+
+
+def read_known(
+    prices: Sequence[str], quality: Sequence[str], calibrate: Sequence[str] = (), specs: Sequence[ModelSpec] = ()
+) -> Known:
     """Prices, and results that were saved."""
-    from kvctl.recommend import measured
+    from kvctl.recommend import calibrated, measured
     from kvctl.recommend.answers import Known
     from kvctl.recommend.prices import Prices, parse
 
-    return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality))
+    return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality),
+                 tuple(one for path in calibrate for one in calibrated.load(path, specs)))  # fmt: skip
 
 
 def read_site(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvctl.recommend.judge import Judged
     from kvctl.recommend.quality import Loss
     from kvctl.recommend.report import RecommendReport
+    from kvctl.recommend.request import Ask
     from kvctl.recommend.what_if import Row as Difference
     from kvctl.recommend.what_if import WhatIf
     from kvctl.screen_lines import Row, Screen
@@ -35,7 +36,7 @@ def print_recommendation(screen: Screen, found: Recommendation, site: Site, *, e
         _nothing(screen, found)
     for number, answer in enumerate(found.answers, 1):
         screen.line()
-        _answer(screen, number, answer, first=number == 1, site=site)
+        _answer(screen, number, answer, found.ask, first=number == 1, site=site)
     if len(found.answers) > 1:
         screen.line()
         _side_by_side(screen, found)
@@ -75,7 +76,7 @@ def asked_words(found: Recommendation) -> str:
     return one_line("; ".join(parts))
 
 
-def _answer(screen: Screen, number: int, answer: Answer, *, first: bool, site: Site) -> None:
+def _answer(screen: Screen, number: int, answer: Answer, ask: Ask, *, first: bool, site: Site) -> None:
     one = answer.judged
     style = "green" if first else "cyan"
     screen.line(
@@ -85,7 +86,7 @@ def _answer(screen: Screen, number: int, answer: Answer, *, first: bool, site: S
         screen.line(f"   {line}", indent=3)
     if first:
         _memory(screen, one)
-    for label, value, words in figures(one):
+    for label, value, words in figures(one, ask):
         screen.line(Text.assemble("   ", label.ljust(14), (value, "bold"), "  ", (words, "dim")), indent=17)
     screen.line(f"   binds first    {answer.binds}", indent=17)
     screen.line(f"   change next    {answer.change}", indent=17)
@@ -100,12 +101,14 @@ def _answer(screen: Screen, number: int, answer: Answer, *, first: bool, site: S
             screen.line(f"   {line}", style="cyan")
 
 
-def figures(one: Judged) -> list[tuple[str, str, str]]:
+def figures(one: Judged, ask: Ask) -> list[tuple[str, str, str]]:
     """Label, value and words of what is predicted of one answer."""
     candidate, speed = one.candidate, one.speed
     capacity = "" if candidate.capacity is None else f"{plural(candidate.capacity, 'token')} in the cache"
     more = f"{candidate.usual_at_once:,} of the usual length" if candidate.usual_at_once != candidate.at_once else ""
     out = [("requests", f"{candidate.at_once:,} at once", ", ".join(part for part in (more, capacity) if part))]
+    if one.found is not None:
+        out.append(("found", f"{one.found:.0%} of prompts", found_words(one, ask)))
     if speed is None:
         out.append(("speed", "unknown", one.no_speed))
     else:
@@ -125,6 +128,18 @@ def figures(one: Judged) -> list[tuple[str, str, str]]:
     out.append(("quality", loss_words(one.loss), first + (f"; and {len(rest)} more, in --json" if rest else "")))
     out.append(("cost", money(one.cost), ""))
     return [(label, one_line(value), one_line(words)) for label, value, words in out]
+
+
+def found_words(one: Judged, ask: Ask) -> str:
+    """Where prompt tokens are found, in words."""
+    from kvctl.recommend.load import caches
+    from kvctl.spec import ConvState, RecurrentState
+
+    if not one.found and ask.spec.keeps(RecurrentState, ConvState):
+        return "recurrent layers keep states at few places: nothing is counted on"
+    count = caches(one.candidate)
+    dealt = f", requests being dealt in turn to {count:,} caches" if count > 1 else ""
+    return f"in the prefix cache{dealt}" + (f": {ask.reuse.name}" if ask.reuse is not None else "")
 
 
 def loss_words(loss: Loss) -> str:
@@ -230,7 +245,7 @@ def lines_of(found: Recommendation, *, explain: bool) -> list[str]:
         ]
         out += [
             f"{answer.kind}: {label} {value}" + (f" ({words})" if words else "")
-            for label, value, words in figures(answer.judged)
+            for label, value, words in figures(answer.judged, found.ask)
         ]
     if not found.answers:
         out += [

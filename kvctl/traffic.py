@@ -73,11 +73,17 @@ def replayed(
         concurrency=traffic.in_flight,
         **{name: value for name in ("tpot", "prefill_rate") if (value := getattr(traffic, name)) is not None},
     )
-    found = replay(_requests(traffic), setup, progress)
+    found = replay(requests_of(traffic), setup, progress)
     return report.replace(results=(result.replace(replay=found.replace(notes=(*notes, *found.notes))),))
 
 
-def _requests(traffic: Traffic) -> Iterator[Request]:
+def requests_of(traffic: Traffic) -> Iterator[Request]:
+    """Its requests, one after another.
+
+    Raises:
+        SourceError: a trace that cannot be read.
+
+    """
     if traffic.trace is not None:
         return read_trace(traffic.trace, _tokenizer(traffic.tokenizer))
     assert traffic.workload is not None

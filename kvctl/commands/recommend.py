@@ -7,7 +7,14 @@ from typing import Annotated, Optional
 
 import typer
 
-from kvctl.completing import complete_emit_kinds, complete_goals, complete_gpus, complete_models, complete_servers
+from kvctl.completing import (
+    complete_emit_kinds,
+    complete_goals,
+    complete_gpus,
+    complete_models,
+    complete_servers,
+    complete_workloads,
+)
 from kvctl.options_shared import Format, Json, Quiet, Revision, Set, Source
 
 
@@ -78,6 +85,40 @@ def recommend(
         Optional[float],
         typer.Option("--rate", metavar="X", help="Requests a second, in place of --concurrency.", show_default=False),
     ] = None,
+    workload: Annotated[
+        Optional[str],
+        typer.Option(
+            "--workload",
+            metavar="NAME",
+            help="Lengths, prefixes and 2 requests a second of chat, rag, agent or code, in place of --input-tokens and --output-tokens.",
+            show_default=False,
+            autocompletion=complete_workloads,
+        ),
+    ] = None,
+    trace: Annotated[
+        Optional[str],
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="The same of your own requests: JSON lines of timestamp (ms), input_length, output_length and hash_ids, or of messages with usage or a --tokenizer. - is stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Optional[str],
+        typer.Option(
+            "--tokenizer", metavar="FILE", help="A tokenizer.json, for a --trace of messages.", show_default=False
+        ),
+    ] = None,
+    shared_prefix: Annotated[
+        Optional[str],
+        typer.Option(
+            "--shared-prefix",
+            metavar="TOKENS",
+            help="Tokens that every prompt begins with, as a system prompt: found in the cache from the second request on.",
+            show_default=False,
+        ),
+    ] = None,
     slo: Annotated[
         Optional[str],
         typer.Option("--slo", metavar="TEXT", help="Times to keep: ttft=500ms,tpot=50ms.", show_default=False),
@@ -115,6 +156,15 @@ def recommend(
             "--quality",
             metavar="FILE",
             help="Losses measured on this model: what kvctl quantize --json or kvctl profile --save wrote. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Speeds measured on such hardware: what kvctl serve-test --save or kvctl profile --save wrote; FILE@H100 or FILE@2xH100 says on what, where the file does not. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -206,6 +256,7 @@ def recommend(
       kvctl recommend Qwen3-32B --gpu 2xH100 --ctx 16k --concurrency 32
       kvctl recommend Llama-3.3-70B-Instruct --gpu 8xH100 --rate 5 --input-tokens 2k --output-tokens 500 --slo ttft=1s,tpot=50ms
       kvctl recommend DeepSeek-V3 --gpu 8xH200 --concurrency 64 --goal latency --explain
+      kvctl recommend Qwen3-32B --gpu 2xH100 --workload agent --rate 1
       kvctl recommend Qwen3-8B --gpu RTX4090 --engine vllm --emit command
       kvctl recommend Qwen3-32B --gpu 4xL40S --concurrency 16 --emit all -o ./serve
       kvctl recommend Qwen3-32B gpt-oss-120b --gpu H100,H200,4xL40S --price prices.toml --format md
@@ -226,11 +277,12 @@ def recommend(
     options_recommend.check_together(kinds, output, answer, form)
     hardware = options_recommend.read_hardware(gpu or ["local"])
     engines = options_recommend.read_engines(engine)
-    known = options_recommend.read_known(price or [], quality or [])
+    heard = options_recommend.read_heard(workload, trace, tokenizer, rate, quiet=quiet)
     specs = [own.read_model(model, set_ or [], source, revision) for model in models]
+    known = options_recommend.read_known(price or [], quality or [], calibrate or [], specs)
     asks = options_recommend.asks(
         specs, hardware, nodes=nodes, ctx=ctx, prompt=input_tokens, answer=output_tokens, concurrency=concurrency, rate=rate,
-        engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, host=host_memory,
+        engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, host=host_memory, heard=heard, shared=shared_prefix,
     )  # fmt: skip
     if len(asks) > 1 and (kinds or others):
         raise UsageError(

@@ -35,8 +35,6 @@ class Known(Record):
     """Losses measured on this model."""
     measurements: tuple[Measurement, ...] = ()
     """Speeds measured on such hardware."""
-    found_share: float | None = None
-    """Share of prompt tokens that a replayed trace finds in the cache."""
 
 
 class Answer(Record):
@@ -113,7 +111,7 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     if answers and advise:
         from kvctl.recommend.cases import advice_for
 
-        advice = advice_for(answers[0].judged, ask, judge, known, found)
+        advice = advice_for(answers[0].judged, ask, judge, found)
     return Recommendation(
         ask, answers, _left(ask, ranked, answers), found.rejections, found.tried, len(found.candidates), near, advice, tuple(notes),
         judge.limit, impossible, ranked[0] if ranked and not good else None,
@@ -280,7 +278,9 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
     room = stack.pool + (max(stack.headroom, 0) if candidate.capacity is None else 0)
     used = stack.kv / room if room else 1.0
     if candidate.queues or used >= FULL:
-        words = f"the cache: {format_bytes(stack.kv)} of {format_bytes(room)} are promised to {plural(count, 'request')}"
+        words = (
+            f"the cache: {format_bytes(stack.kv)} of {format_bytes(room)} are promised to {plural(count, 'request')}"
+        )
         quarter = candidate.deployment.kv_dtype in ("auto",)
         return words, "a cache in 8 bits holds about twice as much" if quarter else "more GPUs, or shorter requests"
     if one.speed is None:
@@ -312,7 +312,16 @@ def _impossible(ask: Ask, judge: Judge, judged: Sequence[Judged]) -> tuple[str, 
             if one.speed is None:
                 return ()
             alone.append(
-                (getattr(judge.prepared(one.candidate).at(ask.prompt, ask.answer, 1.0), name).mid, one.place, one)
+                (
+                    getattr(
+                        judge.prepared(one.candidate).at(
+                            ask.prompt, ask.answer, 1.0, before=(one.found or 0.0) * ask.prompt
+                        ),
+                        name,
+                    ).mid,
+                    one.place,
+                    one,
+                )
             )
         least, _, one = min(alone, key=lambda row: row[:2])
         if least > limit:

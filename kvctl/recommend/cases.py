@@ -12,7 +12,6 @@ from kvctl.recommend.nearest import siblings
 from kvctl.speed import Range
 
 if TYPE_CHECKING:
-    from kvctl.recommend.answers import Known
     from kvctl.recommend.candidate import Candidate, Found
     from kvctl.recommend.judge import Judge, Judged
     from kvctl.recommend.request import Ask
@@ -20,13 +19,19 @@ if TYPE_CHECKING:
 _SIBLINGS = 3
 
 
-def advice_for(one: Judged, ask: Ask, judge: Judge, known: Known, found: Found) -> tuple[Advice, ...]:
+def advice_for(one: Judged, ask: Ask, judge: Judge, found: Found) -> tuple[Advice, ...]:
     """Every technique's place in the case of the best answer."""
     candidate = one.candidate
     deployment = candidate.deployment
     count = ask.concurrency if ask.concurrency is not None else candidate.usual_at_once
-    work = Work(ask.prompt, ask.answer, max(1, -(-count // deployment.replicas)), ask.rate, hit_rate=known.found_share, ttft=ask.ttft,
-                tpot=ask.tpot)  # fmt: skip
+    reuse, rate = ask.reuse, ask.rate
+    if rate is None and one.speed is not None:
+        rate = one.speed.request_rate.mid
+    shared = reuse.shared if reuse is not None else 0
+    gap = reuse.gap() if reuse is not None else None
+    work = Work(ask.prompt, ask.answer, max(1, -(-count // deployment.replicas)), ask.rate, shared=shared, hit_rate=None if shared else one.found,
+                endless=reuse.share(None) if reuse is not None else None,
+                reuse_seconds=gap / rate if gap is not None and rate else None, ttft=ask.ttft, tpot=ask.tpot)  # fmt: skip
     case = Case(deployment, ask.spec, work, _numbers(one, ask, judge, found), judge.quality, judge.limit)
     return advise(case)
 

@@ -128,9 +128,7 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     if not spec.overrides:
         out += published(spec)
     if plain:
-        out.append(
-            Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads", sized="fp8")
-        )
+        out.append(Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads", sized="fp8"))
     there = {one.weights for one in out}
     there |= {"awq"} if there & {"w4a16", "gptq"} else set()
     if plain:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.formats import plain
+from kvctl.recommend.load import found
 from kvctl.recommend.prices import Cost, Prices, cost
 from kvctl.record import Record
 from kvctl.spec import Formats
@@ -46,6 +47,8 @@ class Judged(Record):
     """Whether it meets all even at the far end of its ranges."""
     place: int
     """In the order of the space."""
+    found: float | None = None
+    """Share of prompt tokens that its speed takes to be in the cache; None where nothing says it."""
 
     @property
     def meets(self) -> bool:
@@ -76,13 +79,15 @@ class Judge:
 
     def judge(self, candidate: Candidate, place: int = 0) -> Judged:
         """One candidate."""
-        speed, why = self._speed(candidate)
+        ask = self.ask
+        share = found(ask.reuse, candidate, ask.spec, ask.prompt, ask.answer)
+        speed, why = self._speed(candidate, (share or 0.0) * ask.prompt)
         loss = self.loss(candidate)
         deployment = candidate.deployment
         name = deployment.device.facts.name if deployment.device.facts is not None else deployment.device.name
         price = cost(name, deployment.all_gpus, self.prices, None if speed is None else speed.output_rate)
         missed, sure = self._missed(candidate, speed, why, loss)
-        return Judged(candidate, speed, why, loss, price, tuple(missed), sure and not missed, place)
+        return Judged(candidate, speed, why, loss, price, tuple(missed), sure and not missed, place, share)
 
     # -- speed ------------------------------------------------------------------------------
 
@@ -140,7 +145,7 @@ class Judge:
         )  # fmt: skip
         return prepare(setup, calibration(setup, self.measurements))
 
-    def _speed(self, candidate: Candidate) -> tuple[Speed | None, str]:
+    def _speed(self, candidate: Candidate, before: float) -> tuple[Speed | None, str]:
         ask = self.ask
         try:
             prepared = self.prepared(candidate)
@@ -148,8 +153,8 @@ class Judge:
             return None, error.message
         held = float(max(candidate.usual_at_once, 1))
         if ask.rate is not None:
-            return prepared.coming(ask.prompt, ask.answer, ask.rate, held), ""
-        return prepared.at(ask.prompt, ask.answer, float(ask.concurrency or 1), held), ""
+            return prepared.coming(ask.prompt, ask.answer, ask.rate, held, before), ""
+        return prepared.at(ask.prompt, ask.answer, float(ask.concurrency or 1), held, before), ""
 
     # -- quality ----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def promise_of(answer: Answer, ask: Ask, percent: float) -> Promise:
         tpot = speed.tpot.high if tpot is None else tpot
     return Promise(
         ttft_s=_rounded(ttft), tpot_s=_rounded(tpot), percent=percent, concurrency=ask.concurrency, rate=ask.rate,
-        prompt_tokens=ask.prompt, output_tokens=ask.answer, why=(*answer.why, f"binds first: {answer.binds}"), log=log_lines(candidate.capacity, candidate.deployment.replicas, candidate.deployment.engine.name),
+        prompt_tokens=ask.prompt, output_tokens=ask.answer, hit_rate=answer.judged.found or None, why=(*answer.why, f"binds first: {answer.binds}"), log=log_lines(candidate.capacity, candidate.deployment.replicas, candidate.deployment.engine.name),
     )  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def _answer(answer: Answer, site: Site) -> dict[str, Any]:
         "decode_bound": None if speed is None else speed.decode_bound,
         "validated": None if speed is None else speed.validated or "unvalidated",
         "assumption": one.no_speed if speed is None else speed.assumption,
+        "prompt_share_found": one.found,
         "notes": list(one.candidate.notes),
         "side": side(answer, site).to_dict(),
     }

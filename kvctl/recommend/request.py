@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvctl.engines import ENGINES, Engine
 from kvctl.errors import UsageError
@@ -11,6 +12,9 @@ from kvctl.hardware import Device
 from kvctl.record import Record
 from kvctl.spec import ModelSpec
 from kvctl.units import MAX_TOKENS, plural
+
+if TYPE_CHECKING:
+    from kvctl.recommend.load import Heard, Load, Reuse
 
 GOALS = ("cost", "latency", "throughput", "context", "quality")
 SERVERS = ("vllm", "sglang", "tensorrt-llm", "llama.cpp")
@@ -51,6 +55,8 @@ class Ask(Record):
     """Bytes of a node's memory that weights may stay in; None where none of them may."""
     notes: tuple[str, ...] = ()
     """What was assumed."""
+    reuse: Reuse | None = None
+    """How much of a prompt is found in a cache; None where nothing says it, and nothing is counted on."""
 
     @property
     def all_gpus(self) -> int:
@@ -73,8 +79,13 @@ def ask(
     goal: str = "throughput",
     max_quality_loss: float | None = None,
     host: int | None = None,
+    heard: Heard | None = None,
+    shared: int | None = None,
 ) -> Ask:
     """A request with what it leaves out filled in; `devices` are those of one node, `engines` none for all.
+
+    `heard`: a trace, which says lengths and, where neither `concurrency` nor `rate` does, how often requests come;
+    `shared`: tokens that every prompt begins with.
 
     Raises:
         UsageError: something that cannot be, or contradicts itself.
@@ -84,7 +95,22 @@ def ask(
     device, gpus = _hardware(devices, nodes)
     if spec.provenance.source == "shape":
         raise UsageError("a bare shape has no weights to recommend a configuration for", hint="name a model")
+    reuse: Reuse | None = None
+    if heard is not None:
+        if prompt is not None or answer is not None or shared is not None:
+            raise UsageError(f"{heard.name} has lengths of its own, and says what prompts share",
+                             hint="leave --input-tokens, --output-tokens and --shared-prefix out")  # fmt: skip
+        load = _load(spec, context, heard)
+        notes.extend(load.notes)
+        if context is None:
+            notes.append(f"the longest request of {heard.name} has {load.longest:,} tokens; --ctx names another length")
+        context, prompt, answer, reuse = context or load.longest, load.prompt, load.answer, load.reuse
+        if concurrency is None and rate is None and load.rate is not None:
+            rate = load.rate
+            notes.append(f"{heard.name}: {rate:.3g} requests a second; --rate or --concurrency names another load")
     context, prompt, answer = _lengths(spec, context, prompt, answer, notes)
+    if shared is not None:
+        reuse = _shared(shared, prompt)
     if concurrency is not None and rate is not None:
         raise UsageError("--concurrency and --rate both say how much comes",
                          hint="one of them: requests at once, or requests a second")  # fmt: skip
@@ -104,7 +130,7 @@ def ask(
             raise UsageError(f"{name}: {value:g} is out of range", hint="0 or more")
     return Ask(
         spec, device, gpus, nodes, context, prompt, answer, concurrency, rate, _engines(engines, device), ttft, tpot, goal,
-        max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes),
+        max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes), reuse,
     )  # fmt: skip
 
 
@@ -128,6 +154,20 @@ def _hardware(devices: Sequence[Device], nodes: int) -> tuple[Device, int]:
             raise UsageError("--nodes is about GPUs, and cpu is one host", hint="leave --nodes out, or name GPUs")
         return least, 0
     return least.replace(index=None, uuid=None, notes=()), len(devices)
+
+
+def _load(spec: ModelSpec, context: int | None, heard: Heard) -> Load:
+    limits = [limit for limit in (context, spec.max_context) if limit is not None]
+    return heard.load(min(limits) if limits else None)
+
+
+def _shared(tokens: int, prompt: int) -> Reuse:
+    from kvctl.recommend.load import Shared
+
+    if not 1 <= tokens <= prompt:
+        raise UsageError(f"--shared-prefix {tokens:,}: prompts have {plural(prompt, 'token')}",
+                         hint="1 or more, and no more than --input-tokens")  # fmt: skip
+    return Shared(tokens, prompt)
 
 
 def _lengths(

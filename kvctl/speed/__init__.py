@@ -102,90 +102,115 @@ class Prepared(Record):
     """Kind of figure → the logarithms that measurements lie below and above a prediction."""
     calibration: Calibration | None
 
-    def seconds(self, prompt: int, answer: int, held: float) -> tuple[float, float]:
-        """Seconds to the first token and between tokens, with `held` requests in service on one replica."""
+    def seconds(self, prompt: int, answer: int, held: float, before: float = 0.0) -> tuple[float, float]:
+        """Seconds to the first token and between tokens, with `held` requests in service on one replica.
+
+        `before`: tokens of a prompt that are found in the cache.
+        """
         from kvctl.speed.load import served
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
         chunk = self.chunk
         demand = step(self.layout, held, prompt + answer / 2)
-        own = prompted(self.layout, prompt, 1, chunk, pipelined=True)
+        own = prompted(self.layout, prompt - before, 1, chunk, before=before, pipelined=True)
         others = max(held / self.setup.data - 1, 0.0)
         first, between = served(demand, own, self.efficiency, others, answer)
         if self.setup.offloaded:
             once = self.setup.offloaded / (FETCHED * host_link(self.setup.card))
             first, between = first + own.passes * once, between + once
         if self.calibration is not None:
-            first, between = first * self.calibration.ttft, between * self.calibration.tpot
+            best = self.best(prompt, answer, held * self.setup.replicas, before)
+            first = max(first * self.calibration.factor("ttft"), best[0])
+            between = max(between * self.calibration.factor("tpot"), best[1])
         return float(first), float(between)
+
+    def together(self, prompt: int, answer: int, count: float) -> tuple[float, float]:
+        """Seconds of `count` prompts and of a step, where requests are computed as one batch and nothing else goes on."""
+        from kvctl.speed.roofline import prompt as prompted
+        from kvctl.speed.roofline import prompt_seconds, step, step_seconds
+
+        prompts = prompted(self.layout, prompt, count, self.chunk, pipelined=True)
+        token = step(self.layout, count, prompt + answer / 2)
+        return float(prompt_seconds(prompts, self.efficiency)), float(step_seconds(token, self.efficiency))
 
     @property
     def chunk(self) -> int:
         return self.setup.batched or CHUNKS.get(ALIKE.get(self.setup.engine, self.setup.engine), 8192)
 
-    def at(self, prompt: int, answer: int, asked: float, held: float | None = None) -> Speed:
-        """Figures with `asked` requests held at once over all replicas, of which `held` are in service and the others wait."""
+    def at(self, prompt: int, answer: int, asked: float, held: float | None = None, before: float = 0.0) -> Speed:
+        """Figures with `asked` requests held at once over all replicas, of which `held` are in service and the others wait.
+
+        `before`: tokens of a prompt that are found in the cache.
+        """
         inside = min(asked, held) if held is not None else asked
-        first, between = self.seconds(prompt, answer, max(inside / self.setup.replicas, 1.0))
+        first, between = self.seconds(prompt, answer, max(inside / self.setup.replicas, 1.0), before)
         service = first + max(answer - 1, 0) * between
         # Those that memory does not hold wait until others end.
         first += (asked / inside - 1) * service
-        return self._speed(prompt, answer, inside, first, between)
+        return self._speed(prompt, answer, inside, first, between, before)
 
-    def coming(self, prompt: int, answer: int, rate: float, held: float) -> Speed:
+    def coming(self, prompt: int, answer: int, rate: float, held: float, before: float = 0.0) -> Speed:
         """Figures with `rate` requests a second, of which at most `held` are in service.
 
-        Requests in service follow from how long each is (Little's law). The wait for a place is Sakasegawa's approximation of the
-        M/M/c queue (1977): load^(sqrt(2(c+1)) - 1) / (c (1 - load)) times the time in service.
+        Requests in service follow from how long each is (Little's law); for a place they wait as in `kvctl.speed.load.queued`. What is
+        served is what comes, and no more than can be.
         """
+        from kvctl.speed.load import queued
+
         replicas = self.setup.replicas
 
         def throughput(inside: float) -> float:
-            first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
+            first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
             return inside / (first + max(answer - 1, 0) * between)
 
-        most = max(throughput(step) for step in _steps(held))
+        best = max(throughput(step) for step in _steps(held))
         low, high = min(1e-3, held), held
-        while high / low > 1.001 and rate < most:
+        while high / low > 1.001 and rate < best:
             inside = math.sqrt(low * high)
             low, high = (inside, high) if throughput(inside) < rate else (low, inside)
         inside = high
-        first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0))
+        first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
         service = first + max(answer - 1, 0) * between
-        load, places = rate / most, max(held / replicas, 1.0)
+        load = rate / best
         if load < 1:
-            first += load ** (math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load)) * service
-        found = self._speed(prompt, answer, inside, first, between)
+            first += queued(load, max(held / replicas, 1.0)) * service
+        found = self._speed(prompt, answer, inside, first, between, before)
         # As many leave as come, as long as that is sustained; what could at most is as uncertain as everything.
         slow, fast = (one / found.request_rate.mid for one in (found.request_rate.low, found.request_rate.high))
-        requests = Range(min(rate, most * slow), min(rate, most), min(rate, most * fast))
+        most = min(rate, self.most(prompt, answer, held, before))
+        requests = Range(*(min(most, best * share) for share in (slow, 1.0, fast)))
         found = found.replace(request_rate=requests, output_rate=_times(requests, answer))
-        if load >= 1:
-            never = Range(math.inf, math.inf, math.inf)
-            return found.replace(ttft=never, sustained=False)
-        return found
+        if load < 1:
+            return found
+        never = Range(math.inf, math.inf, math.inf)
+        return found.replace(ttft=never, sustained=False)
 
-    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float) -> Speed:
-        best_first, best_between = self.best(prompt, answer, inside)
+    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float, before: float) -> Speed:
+        best_first, best_between = self.best(prompt, answer, inside, before)
         ttft = self._range("ttft", first, least=best_first)
         tpot = self._range("tpot", between, least=best_between)
         more = max(answer - 1, 0)
         requests = Range(*(inside / (one + more * other) for one, other in (
             (ttft.high, tpot.high), (ttft.mid, tpot.mid), (ttft.low, tpot.low))))  # fmt: skip
-        bounds = self.bounds(prompt, answer, inside)
+        bounds = self.bounds(prompt, answer, inside, before)
         return Speed(
             ttft=ttft, tpot=tpot, output_rate=_times(requests, answer),
             request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(),
-            assumption=self.assumption(prompt),
+            assumption=self.assumption(prompt, before),
         )  # fmt: skip
 
-    def best(self, prompt: int, answer: int, inside: float) -> tuple[float, float]:
+    def most(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> float:
+        """Requests a second that the hardware cannot go beyond with so many in service."""
+        first, between = self.best(prompt, answer, inside, before)
+        return inside / (first + max(answer - 1, 0) * between)
+
+    def best(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> tuple[float, float]:
         """Seconds to the first token and between tokens that the hardware cannot go below."""
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
-        own = prompted(self.layout, prompt, 1, self.chunk, pipelined=True)
+        own = prompted(self.layout, prompt - before, 1, self.chunk, before=before, pipelined=True)
         token = step(self.layout, max(inside / self.setup.replicas, 1.0), prompt)
         return (
             max(own.operations + own.attention, own.weights),
@@ -198,13 +223,13 @@ class Prepared(Record):
             low, high = self.calibration.spread(kind, low, high)
         return Range(max(value * math.exp(low), least), max(value, least), max(value * math.exp(high), least))
 
-    def bounds(self, prompt: int, answer: int, inside: float) -> tuple[str, str]:
+    def bounds(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> tuple[str, str]:
         """What takes most of a prompt's time, and of a step's."""
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
         e = self.efficiency
-        own = prompted(self.layout, prompt, 1, self.chunk, pipelined=True)
+        own = prompted(self.layout, prompt - before, 1, self.chunk, before=before, pipelined=True)
         token = step(self.layout, max(inside / self.setup.replicas, 1.0), prompt + answer / 2)
         talk = (own.wire / e.link + own.exchanges * e.exchange, token.wire / e.link + token.exchanges * e.exchange)
         return (
@@ -216,16 +241,16 @@ class Prepared(Record):
         )  # fmt: skip
 
     def validated(self) -> str:
-        """How many published figures of this engine on this card there are, in words; empty where there are none."""
+        """What was measured here, and how many published figures of this engine on this card there are; empty where there is neither."""
         from kvctl.speed.efficiency import fitted
 
-        if self.calibration is not None:
-            return self.calibration.words
+        own = (self.calibration.words,) if self.calibration is not None else ()
         engine = ALIKE.get(self.setup.engine, self.setup.engine)
         count = fitted()["measured"].get(engine, {}).get(self.setup.card.name, 0)
-        return f"{count} published figures of {engine} on {self.setup.card.name}" if count else ""
+        published = (f"{count} published figures of {engine} on {self.setup.card.name}",) if count else ()
+        return "; ".join((*own, *published))
 
-    def assumption(self, prompt: int) -> str:
+    def assumption(self, prompt: int, before: float = 0.0) -> str:
         """What the figures hang on most."""
         setup, layout = self.setup, self.layout
         if setup.offloaded:
@@ -238,11 +263,11 @@ class Prepared(Record):
             return "tokens choose experts evenly"
         if layout.work.estimated:
             return "parameters are the published total, not counted from the architecture"
-        return (
-            f"prompts have {prompt:,} tokens and none is found in a cache"
-            if prompt > 1
-            else "requests do not wait for prompts"
-        )
+        if prompt <= 1:
+            return "requests do not wait for prompts"
+        if before:
+            return f"{before / prompt:.0%} of {prompt:,} prompt tokens are found in the cache"
+        return f"prompts have {prompt:,} tokens and none is found in a cache"
 
 
 def _times(found: Range, factor: float) -> Range:

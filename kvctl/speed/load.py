@@ -5,6 +5,7 @@ Works on numbers and on arrays alike, as `kvctl.speed.roofline` does.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvctl.speed.roofline import Demand, Efficiency, prompt_seconds, step_seconds
@@ -22,6 +23,16 @@ def served(step: Demand, prompt: Demand, e: Efficiency, others: Any, output: Any
     computing = own / (own + output * between)
     first = e.first + own * (1 + others * (e.wait + computing / 2))
     return first, between
+
+
+def queued(load: float, places: float) -> float:
+    """How long a request waits for one of so many places, in times of its service; `load` is the share of them that is taken.
+
+    Sakasegawa's approximation of the M/M/c queue (1977): load^(sqrt(2(c+1)) - 1) / (c (1 - load)); without end from a load of 1 on.
+    """
+    if load >= 1:
+        return math.inf
+    return math.pow(load, math.sqrt(2 * (places + 1)) - 1) / (places * (1 - load))
 
 
 def full(step: Demand, prompts: Demand, e: Efficiency, requests: Any, output: Any) -> Any:

@@ -6,6 +6,8 @@ from their sizes in the configuration and the rest from the published number of 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +33,10 @@ from kvctl.tensors import of_vision
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", "ffn_config.moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
 _WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size", "intermediate_size")
+_ACTIVE = re.compile(r"-A\d+(\.\d+)?[BM]\b", re.I)
+"""What names of mixtures of experts have: 30B-A3B."""
+_LEAST, _MOST = 0.4, 1.5
+"""Of the published parameters, that a configuration may have: vision towers are in one and not in the other."""
 _KEEP = Retention(window_slack=0, conv_slack=1)
 
 
@@ -92,8 +98,7 @@ class Work(Record):
         """Routed experts of a layer that at least one of so many tokens goes through, if they choose evenly."""
         if not self.experts:
             return 0.0
-        missed: float = (1.0 - self.chosen / self.experts) ** tokens
-        return self.experts * (1.0 - missed)
+        return self.experts * (1.0 - math.pow(1.0 - self.chosen / self.experts, tokens))
 
 
 @kept
@@ -101,15 +106,13 @@ def work_of(spec: ModelSpec, fmt: Formats) -> Work:
     """Counted from a model, its cache in `fmt`.
 
     Raises:
-        ConfigError: neither its parameters nor their number are known.
+        ConfigError: neither its parameters nor their number are known, or which of them a token goes through is not.
 
     """
     f = text_fields(Fields(spec.config))
     layers = len(spec.layers)
-    experts, chosen = _first(f, _EXPERTS) or 0, _first(f, _CHOSEN) or 0
-    if not experts or not chosen:
-        experts = chosen = 0
-    counted = _counted(spec, f)
+    experts, chosen = _experts(spec, f)
+    counted = _counted(spec, f, experts)
     estimated = counted is None
     hidden = spec.hidden_size or f.number("hidden_size", minimum=1)
     dense, routed, head, expert_layers = counted if counted is not None else _from_total(spec, f, hidden, experts)
@@ -128,9 +131,24 @@ def work_of(spec: ModelSpec, fmt: Formats) -> Work:
     )
 
 
-def _first(f: Fields, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = f.get(name)
+def _experts(spec: ModelSpec, f: Fields) -> tuple[int, int]:
+    """Routed experts of a layer, and how many of them a token goes through; none of a dense model.
+
+    A source that leaves fields out may be about another size than the class's defaults: those count only where it is whole.
+    """
+    experts, chosen = _first(f, _EXPERTS, whole=spec.whole) or 0, _first(f, _CHOSEN, whole=spec.whole) or 0
+    if experts and chosen:
+        return experts, chosen
+    said = [f.raw[name] for name in _EXPERTS if name in f.raw]
+    if any(said) or (not said and (_first(f, _EXPERTS) or "moe" in spec.model_type.lower() or _ACTIVE.search(spec.id))):
+        raise ConfigError(f"{spec.id}: how many experts a token goes through is not in the source of its configuration",
+                          hint="its own config.json says it")  # fmt: skip
+    return 0, 0
+
+
+def _first(f: Fields, names: tuple[str, ...], *, whole: bool = True) -> int | None:
+    """The first of the fields that is a number: of what the source says, then of the class's defaults if `whole`."""
+    for value in (*(f.raw.get(name) for name in names), *(f.get(name) for name in names if whole or "." in name)):
         if isinstance(value, list) and value and all(isinstance(entry, int) for entry in value):
             value = max(value)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -138,7 +156,7 @@ def _first(f: Fields, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _counted(spec: ModelSpec, f: Fields) -> tuple[int, int, int, int] | None:
+def _counted(spec: ModelSpec, f: Fields, experts: int) -> tuple[int, int, int, int] | None:
     """Dense parameters, those of routed experts, of the head, and layers with experts, from the architecture."""
     from kvctl.parameters import parameters
 
@@ -156,7 +174,9 @@ def _counted(spec: ModelSpec, f: Fields) -> tuple[int, int, int, int] | None:
         count, path = t.elements * t.count, t.name.split(".")
         if of_vision(t):
             continue
-        if "experts" in path:
+        if "experts" in path or (
+            experts and len(t.shape) == 3 and t.shape[0] == experts
+        ):  # Granite's have no such name
             routed += count
             with_experts.update(t.layers)
         elif "lm_head" in path or "embed_out" in path:
@@ -165,6 +185,11 @@ def _counted(spec: ModelSpec, f: Fields) -> tuple[int, int, int, int] | None:
             embedding = max(embedding, count)
         elif t.layers:
             dense += count
+    published = spec.weights.parameters if spec.weights is not None else None
+    share = (dense + routed + head + embedding) / published if published else 1.0
+    if not _LEAST <= share <= _MOST and "quantization_config" not in spec.config:
+        raise ConfigError(f"{spec.id}: its configuration has {share:.2g} times the parameters that are published",
+                          hint="its own config.json says it")  # fmt: skip
     return dense, routed, head or embedding, len(with_experts)
 
 
@@ -174,7 +199,7 @@ def _from_total(spec: ModelSpec, f: Fields, hidden: int, experts: int) -> tuple[
     if total is None:
         raise ConfigError(f"{spec.id}: its number of parameters is not known",
                           hint="a folder or a repository with the weights says it")  # fmt: skip
-    words = spec.vocab_size or _first(f, ("vocab_size",)) or 0
+    words = spec.vocab_size or _first(f, ("vocab_size", "padded_vocab_size")) or 0
     head = words * hidden
     tied = f.get("tie_word_embeddings")
     rest = total - head * (1 if tied is True or (tied is None and spec.config.get("tie_word_embeddings")) else 2)
@@ -197,7 +222,6 @@ def _attends(spec: ModelSpec, f: Fields, fmt: Formats) -> tuple[Attends, ...]:
     """Groups of layers by how they attend."""
     heads = spec.attention_heads or 1
     found: dict[tuple[Any, ...], int] = {}
-    key: tuple[Any, ...]
     for layer, count in spec.groups:
         topk = _first(f, ("index_topk",)) if any(isinstance(state, Indexer) for state in layer.states) else None
         for state in layer.states:
@@ -206,7 +230,14 @@ def _attends(spec: ModelSpec, f: Fields, fmt: Formats) -> tuple[Attends, ...]:
             if isinstance(state, Attention):
                 far = state.tokens(Workload(1 << 40), _KEEP)
                 pair = 2 * heads * (state.key_dim + state.value_dim)
-                key = (pair, pair, state.row(fmt), state.kv_heads, far if far < 1 << 40 else None, None)
+                key: tuple[Any, ...] = (
+                    pair,
+                    pair,
+                    state.row(fmt),
+                    state.kv_heads,
+                    far if far < 1 << 40 else None,
+                    None,
+                )
             elif isinstance(state, LatentAttention):
                 nope, value = _first(f, ("qk_nope_head_dim",)) or 128, _first(f, ("v_head_dim",)) or 128
                 pair = 2 * heads * (nope + state.rope + value)

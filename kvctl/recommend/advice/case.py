@@ -49,6 +49,8 @@ class Work(Record):
     """Tokens that every prompt begins with, where no trace says it."""
     hit_rate: float | None = None
     """Share of prompt tokens that a replayed trace finds in the cache (kvctl.replay, policy "prefix")."""
+    endless: float | None = None
+    """The same in a cache without end; `hit_rate` is that of the pool."""
     reuse_seconds: float | None = None
     """Until a prefix is asked for again."""
     ttft: float | None = None
@@ -67,6 +69,11 @@ class Work(Record):
         if self.hit_rate is not None:
             return self.hit_rate
         return min(self.shared / self.prompt, 1.0) if self.shared else None
+
+    @property
+    def comes_again(self) -> float | None:
+        """Share of prompt tokens that was computed before, whether it is still there or not."""
+        return self.endless if self.endless is not None else self.found
 
 
 class KvChoice(Record):

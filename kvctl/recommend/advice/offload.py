@@ -66,7 +66,7 @@ def _kv(case: Case) -> Advice:
     words, faster = _against(case, link[0], rate.mid, "assumed " if link[1] else "")
     if faster <= 1:
         return Advice(technique, NO, words, None, _SOURCE)
-    found = case.work.found
+    found = case.work.comes_again
     if found is not None and found < FOUND:
         return Advice(technique, NO, f"{words}, but only {found:.1%} of the prompts comes again", None, _SOURCE)
     keeps, host = _keeps(case), _host_keeps(case)

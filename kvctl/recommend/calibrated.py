@@ -1,0 +1,205 @@
+"""Measured speeds, read from what `kvctl serve-test` and `kvctl profile` saved, for `kvctl.speed.calibrate`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
+from kvctl.sources import jsonfile
+from kvctl.speed import ALIKE
+from kvctl.speed.calibrate import Measurement
+from kvctl.weight_formats import GGUF_BITS
+
+if TYPE_CHECKING:
+    from kvctl.hardware import Device
+    from kvctl.loadtest.report import ServeReport
+    from kvctl.measure.report import ProfileReport
+    from kvctl.spec import ModelSpec
+
+_LIMIT = 512_000_000
+_HINT = "name a file that kvctl serve-test --save or kvctl profile --save wrote"
+_CARD = "--calibrate FILE@H100 says it, FILE@2xH100 for two of them"
+_PLAIN = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+_TYPE = re.compile("|".join(sorted((re.escape(name) for name in GGUF_BITS), key=len, reverse=True)), re.I)
+
+
+def load(text: str, specs: Sequence[ModelSpec] = ()) -> tuple[Measurement, ...]:
+    """FILE or FILE@CARD; `specs` are models that are known already.
+
+    Raises:
+        SourceError: there is no such file, or it cannot be read.
+        ConfigError: it is no such result, is damaged, or does not say enough.
+        UsageError: an unknown card.
+
+    """
+    path, devices = _named(text)
+    where = jsonfile.plain(path[:200])
+    data = _document(path, where)
+    schema = data.get("schema")
+    if schema == "kvctl.serve-test/1":
+        from kvctl.loadtest import saved
+
+        return tuple(_served(saved.of_dict(data, where), where, devices, specs))
+    if schema == "kvctl.profile/1":
+        from kvctl.measure import saved as profiles
+
+        return tuple(_profiled(profiles.load(path).report, where, devices, specs))
+    name = jsonfile.plain(schema[:40]) if isinstance(schema, str) else "no schema"
+    raise ConfigError(
+        f"{where} holds {name}, and no measured speed (kvctl.serve-test/1 or kvctl.profile/1)", hint=_HINT
+    )
+
+
+def _named(text: str) -> tuple[str, tuple[Device, ...]]:
+    """The file, and the GPUs that are named behind it."""
+    from kvctl.hardware import read_gpus
+
+    path, mark, name = text.rpartition("@")
+    if not mark or os.path.exists(text):
+        return text, ()
+    devices = tuple(read_gpus(name))
+    if len({device.name for device in devices}) > 1 or not devices or devices[0].facts is None:
+        raise UsageError(f"--calibrate: {name[:40]} is not one kind of GPU that is known", hint=_CARD)
+    return path, devices
+
+
+def _document(path: str, where: str) -> dict[str, Any]:
+    try:
+        return jsonfile.read_file(Path(path), limit=_LIMIT)
+    except ConfigError as error:
+        message = error.message.replace("to be a configuration", "to be a saved result")
+        raise ConfigError(message.replace("a configuration", "a saved result"), hint=_HINT) from None
+    except KvctlError as error:
+        raise SourceError(error.message, hint=_HINT) from None
+    except (RecursionError, ValueError) as error:  # ValueError: a NUL in the path
+        raise SourceError(f"{where} cannot be read: {error}", hint=_HINT) from None
+
+
+# -- what a server did ---------------------------------------------------------------------------
+
+
+def _served(
+    report: ServeReport, where: str, devices: Sequence[Device], specs: Sequence[ModelSpec]
+) -> Iterator[Measurement]:
+    if not devices:
+        raise ConfigError(f"{where} does not say what GPU the server ran on", hint=_CARD)
+    assert devices[0].facts is not None
+    from kvctl.loadtest.figures import SECOND
+
+    said = [str(report.server.get("model") or "")]
+    if report.capacity is not None and report.capacity.predicted_for:
+        said.insert(0, report.capacity.predicted_for.partition(", ")[0])
+    spec, weights = _model(said, specs, where)
+    engine = str(report.server.get("engine") or "unknown")
+    if ALIKE.get(engine, engine) == "llama.cpp" and weights in ("bf16", "fp16"):
+        weights = "f16"
+    count = 0
+    for one in report.outcomes:
+        # Requests at the edges of a load see another one; where too few are left, all are better than none.
+        figures = one.figures if one.refused or not one.steady.good else one.steady
+        ttft, tpot = figures.times["ttft"], figures.times["tpot"]
+        if not figures.good or not figures.with_prompt or not ttft.count or one.given_up is not None:
+            continue
+        first = ttft.percentile(50).value / SECOND
+        between = tpot.percentile(50).value / SECOND if tpot.count else None
+        prompt, answer = figures.tokens_in / figures.with_prompt, max(figures.tokens_out / figures.good, 1.0)
+        at_once = float(one.step.at_once or 0)
+        if not at_once:  # Little's law
+            if not one.seconds:
+                continue
+            at_once = max(figures.good / one.seconds * (first + (answer - 1) * (between or 0.0)), 1.0)
+        cached = figures.cached / figures.with_cached if figures.with_cached else 0.0
+        count += 1
+        yield Measurement(
+            engine, devices[0].facts.name, spec, max(round(prompt), 1), max(round(answer), 1),
+            at_once, first or None, between or None, weights, len(devices), where, min(cached, max(prompt - 1, 0.0)),
+        )  # fmt: skip
+    if not count:
+        raise ConfigError(f"{where} has no load that was measured to its end with the tokens of its prompts counted", hint=_HINT)  # fmt: skip
+
+
+# -- what kvctl profile measured -----------------------------------------------------------------
+
+
+def _profiled(
+    report: ProfileReport, where: str, devices: Sequence[Device], specs: Sequence[ModelSpec]
+) -> Iterator[Measurement]:
+    card, count = _card(report, where, devices)
+    if report.model is None:
+        raise ConfigError(f"{where} does not say which model it measured", hint=_HINT)
+    spec, weights = _model([report.model.id, report.model.location], specs, where)
+    if report.weights is not None and report.weights.scheme is None:
+        weights = _PLAIN.get(report.dtype or "", weights)
+    measured = 0
+    for point in report.points:
+        first = point.ttft.median if point.ttft is not None else None
+        between = point.tpot.median if point.tpot is not None else None
+        if point.scaled is not None:  # a few layers ran
+            first, between = point.scaled.ttft_s, point.scaled.tpot_s
+        if point.error is not None or first is None:
+            continue
+        measured += 1
+        yield Measurement(report.engine, card, spec, point.context, max(point.decode, 1), float(point.batch), first, between, weights,
+                          max(report.ranks, count), where, together=True)  # fmt: skip
+    if not measured:
+        raise ConfigError(f"{where} has no point that was measured to its end", hint=_HINT)
+
+
+def _card(report: ProfileReport, where: str, devices: Sequence[Device]) -> tuple[str, int]:
+    """The card that it ran on, and how many."""
+    from kvctl.hardware.table import facts_of
+
+    device = str(report.settings.get("device") or report.environment.get("device") or "")
+    if device == "cpu":
+        raise ConfigError(f"{where} was measured on a processor, of which no speed is predicted",
+                          hint="one that was measured on a GPU")  # fmt: skip
+    if devices:
+        assert devices[0].facts is not None
+        return devices[0].facts.name, len(devices)
+    gpus = report.environment.get("gpus")
+    names = set()
+    for gpu in gpus if isinstance(gpus, list) else []:
+        if isinstance(gpu, dict) and isinstance(gpu.get("name"), str):
+            size = gpu.get("memory_bytes")
+            facts = facts_of(gpu["name"], size if isinstance(size, int) else 0)
+            if facts is None:
+                raise ConfigError(
+                    f"{where}: {jsonfile.plain(gpu['name'][:60])} is not in the table of GPUs", hint=_CARD
+                )
+            names.add(facts.name)
+    if len(names) != 1:
+        raise ConfigError(f"{where} does not say what GPU it was measured on" if not names else f"{where} names several kinds of GPUs",
+                          hint=_CARD)  # fmt: skip
+    return names.pop(), 1
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def _model(names: Sequence[str], specs: Sequence[ModelSpec], where: str) -> tuple[ModelSpec, str | None]:
+    """The model of the first name that is known, and the format of its weights."""
+    from kvctl.model import build_spec
+    from kvctl.recommend.checkpoints import stored_format
+    from kvctl.sources import resolve
+
+    for name in filter(None, names):
+        short = name.rpartition("/")[2]
+        gguf = _TYPE.search(short.removesuffix(".gguf")) if "gguf" in short.lower() or _TYPE.search(short) else None
+        bare = re.sub(r"[-_.]gguf$", "", short[: gguf.start()] if gguf else short, flags=re.I).rstrip("-_.")
+        weights = gguf[0].lower() if gguf else None
+        for spec in specs:
+            if spec.id.lower() in (name.lower(), bare.lower()) or spec.id.rpartition("/")[2].lower() in (short.lower(), bare.lower()):  # fmt: skip
+                return spec, weights or stored_format(spec)
+        for tried in (name, bare):
+            try:
+                spec = build_spec(resolve(tried, source=None if os.path.exists(tried) else "catalogue"))
+            except KvctlError:
+                continue
+            return spec, weights or stored_format(spec)
+    shown = jsonfile.plain(next(filter(None, names), "no model")[:80])
+    raise ConfigError(f"{where} is about {shown}, which is no model of the catalogue",
+                      hint="serve-test --size-model MODEL says which model a server has")  # fmt: skip
