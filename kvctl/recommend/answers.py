@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.formats import BF16, FP32, DType
+from kvctl.recommend.checkpoints import loaded_from
 from kvctl.recommend.fits import Candidate, Rejection, search
 from kvctl.recommend.judge import Judge, Judged, order
 from kvctl.recommend.nearest import Near, nearest
@@ -116,12 +117,12 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
 
 def _allowed(known: Known) -> Callable[[Ask, Candidate], bool]:
     """Whether a candidate of a changed request meets that."""
-    judges: dict[Ask, Judge] = {}
+    last: list[tuple[Ask, Judge]] = []  # requests come one after another, and what a file says of a model has no hash
 
     def allowed(ask: Ask, candidate: Candidate) -> bool:
-        if ask not in judges:
-            judges[ask] = judge_of(ask, known)
-        return judges[ask].judge(candidate).meets
+        if not last or last[0][0] != ask:
+            last[:] = [(ask, judge_of(ask, known))]
+        return last[0][1].judge(candidate).meets
 
     return allowed
 
@@ -207,7 +208,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
         out.append(f"first: {candidate.checkpoint.how}")
     elif deployment.made == "load":
         out.append(candidate.checkpoint.how)
-    elif deployment.model != deployment.base:
+    elif candidate.checkpoint.name not in (deployment.base, loaded_from(ask.spec)):
         out.append(f"loads {deployment.model}, {candidate.checkpoint.source}")
     if one.meets and not one.sure:
         out.append("meets the request at its likeliest figures, not at the far end of all ranges")

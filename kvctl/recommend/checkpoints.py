@@ -71,6 +71,8 @@ class Checkpoint(Record):
 
 def stored_format(spec: ModelSpec) -> str | None:
     """The format of a model's own weights; None where it is not one that engines here are known to load."""
+    if of_gguf(spec):
+        return "gguf"
     try:
         found = scheme(spec.config)
     except ConfigError:
@@ -94,14 +96,23 @@ def of_gguf(spec: ModelSpec) -> bool:
     return spec.weights is not None and "GGUF" in spec.weights.source
 
 
+def loaded_from(spec: ModelSpec) -> str:
+    """What an engine is told to load: a name on the Hub, or where the model is on this machine, from whatever folder it is started."""
+    path = spec.provenance.path
+    if spec.provenance.source != "local" or path is None:
+        return spec.id
+    place = os.path.abspath(path)
+    return os.path.dirname(place) if place.endswith(".json") else place
+
+
 def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     """Formats for engines that read safetensors: stored ones first, then what engines make, then what has to be made."""
     if of_gguf(spec):
         return ()
-    stored = stored_format(spec)
+    stored, name = stored_format(spec), loaded_from(spec)
     out = []
     if stored is not None:
-        out.append(Checkpoint(spec.id, stored, "stored", "as published", spec.provenance.location))
+        out.append(Checkpoint(name, stored, "stored", "as published", spec.provenance.location))
     plain = stored in ("bf16", "fp16")
     if is_quantized(spec.id):
         return tuple(out)
@@ -109,21 +120,21 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
         out += published(spec)
     if plain:
         out.append(
-            Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads: --quantization fp8", sized="fp8")
+            Checkpoint(name, "fp8", "load", "the engine converts while it loads: --quantization fp8", sized="fp8")
         )
     there = {one.weights for one in out}
     there |= {"awq"} if there & {"w4a16", "gptq"} else set()
     if plain:
         for weights, command in _MADE:
             if weights not in there and (weights != "awq" or _awq_makes(spec)):
-                out.append(Checkpoint(spec.id, weights, "make", command.format(spec.id), sized=weights))
+                out.append(Checkpoint(name, weights, "make", command.format(name), sized=weights))
     return tuple(out)
 
 
 def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     """Types of GGUF files, the largest first; a model that is such a file has its own alone."""
     if of_gguf(spec):
-        return (Checkpoint(spec.id, "gguf", "stored", "the file itself", spec.provenance.location),)
+        return (Checkpoint(loaded_from(spec), "gguf", "stored", "the file itself", spec.provenance.location),)
     stored = stored_format(spec)
     if stored == "mxfp4":
         return (Checkpoint(spec.id, "mxfp4", "make", "convert_hf_to_gguf.py keeps MXFP4 as it is"),)
