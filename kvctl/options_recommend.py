@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
+from kvctl.record import Record
 from kvctl.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -159,6 +161,48 @@ def check_together(kinds: Sequence[str], output: str | None, answer: int, form: 
         raise UsageError(f"--emit writes its own forms, not {form}", hint="--emit json writes the plan")
     if not 1 <= answer <= 3:
         raise UsageError(f"--answer {answer}: there are at most three", hint="from 1 to 3")
+
+
+class Proof(Record):
+    """How an answer is put to the proof."""
+
+    more: tuple[str, ...]
+    """Options of the engine."""
+    log: str | None
+    limit_s: float | None
+    model: str
+    """As it was named."""
+
+
+def read_proof(
+    verify: bool, more: str | None, log: str | None, limit: str | None, *, alone: bool, model: str
+) -> Proof | None:
+    """--verify and what is about it; `alone`: nothing else is asked for.
+
+    Raises:
+        UsageError: something that does not go with it, or is about it without it.
+
+    """
+    given = {"--verify-args": more, "--server-log": log, "--start-timeout": limit}
+    if not verify:
+        if (other := next((name for name, value in given.items() if value is not None), None)) is not None:
+            raise UsageError(f"{other} is about --verify", hint="kvctl recommend MODEL … --verify")
+        return None
+    if not alone:
+        raise UsageError(
+            "--verify runs what --emit writes and --what-if compares", hint="--verify first, then the other"
+        )
+    from kvctl.options_serve import seconds
+
+    try:
+        words = tuple(shlex.split(more or ""))
+    except ValueError as error:
+        raise UsageError(f"--verify-args: {str(error).lower()}", hint="--verify-args '-t 4'") from None
+    if log is not None:
+        from kvctl.files import check_writable
+
+        check_writable(log)
+    return Proof(words, log, None if limit is None else seconds(limit, "--start-timeout"), model)
 
 
 def read_plans(texts: Sequence[str], *, alone: bool) -> tuple[Side, ...]:
