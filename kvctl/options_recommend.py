@@ -225,11 +225,10 @@ def read_plans(texts: Sequence[str], *, alone: bool) -> tuple[Side, ...]:
 def _plan(text: str) -> Side:
     from pathlib import Path
 
+    from kvctl.options_planned import numbered
     from kvctl.recommend.what_if import read
     from kvctl.sources.jsonfile import plain, read_file
 
-    path, mark, number = text.rpartition("#")
-    if not mark or not number.isdigit():
-        path, number = text, "1"
-    data = read_file(Path(path), limit=16_000_000)
-    return read(data, plain(path[:200]), int(number))
+    path, number = numbered(text)
+    data = read_file(Path(path), limit=64_000_000)
+    return read(data, plain(path[:200]), number)

@@ -433,7 +433,8 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def memory_of(pid: int) -> int | None:
-    """Bytes that the children of a process have had in memory at most: Linux keeps that for each, elsewhere what they have now."""
+    """Bytes that the children of a process have had in memory at most, what they share counted once; where the system keeps no peak, what
+    they have now."""
     import psutil
 
     try:
@@ -443,17 +444,20 @@ def memory_of(pid: int) -> int | None:
     total = 0
     for process in found:
         with contextlib.suppress(psutil.Error):
-            total += _peak(process.pid) or int(process.memory_info().rss)
+            peak = _kib(process.pid, "status", "VmHWM")
+            shares = _kib(process.pid, "smaps_rollup", "Rss") - _kib(process.pid, "smaps_rollup", "Pss")
+            total += (peak - shares) * 1024 if peak else int(process.memory_info().rss)
     return total or None
 
 
-def _peak(pid: int) -> int | None:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+def _kib(pid: int, page: str, name: str) -> int:
+    """A figure of Linux's pages about a process; 0 where there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{page}", encoding="ascii", errors="replace") as file:
         for line in file:
-            name, _, rest = line.partition(":")
-            if name == "VmHWM" and (words := rest.split())[:1] and words[0].isdigit():
-                return int(words[0]) * 1024
-    return None
+            word, _, rest = line.partition(":")
+            if word == name and (words := rest.split()) and words[0].isdigit():
+                return int(words[0])
+    return 0
 
 
 def _end_of(log: Path) -> str:

@@ -214,13 +214,10 @@ def _memory(promised: Promised, started: Started) -> Iterator[Row]:
     if promised.limit is None or started.resident_bytes is None:
         return
     taken = started.resident_bytes
-    name = "memory of the process"
-    yield Row(name, "bytes", promised.memory, taken, "" if promised.whole else "more than weights and cache, as is known", None)  # fmt: skip
-    if promised.whole:
-        yield Row(
-            "of the memory that there is", "bytes", promised.limit, taken, "inside" if taken <= promised.limit else "more",
-            taken <= promised.limit,
-        )  # fmt: skip
+    more = "" if promised.whole else "what it takes beside weights and cache was not known"
+    yield Row("memory of the process", "bytes", promised.memory, taken, more, None)
+    fits = taken <= promised.limit
+    yield Row("of the memory that there is", "bytes", promised.limit, taken, "inside" if fits else "more", fits)
 
 
 # -- speed ----------------------------------------------------------------------------------------
