@@ -169,7 +169,7 @@ def _on_vllm(kvctl: Run, folder: str, ctx: int, count: int) -> tuple[dict[str, A
 
 
 def test_vllm_holds_what_is_promised_and_pushes_out_more(kvctl: Run, folder: str) -> None:
-    found, command = _on_vllm(kvctl, folder, 512, 3)
+    _, command = _on_vllm(kvctl, folder, 512, 3)
     # One more at once in the same cache: it is let in, and pushed out again.
     where = command.index("--max-num-seqs")
     assert command[where + 1] == "3"
@@ -190,7 +190,7 @@ def test_vllm_holds_what_is_promised_and_pushes_out_more(kvctl: Run, folder: str
 
 
 def test_vllm_does_not_start_for_a_longer_request(kvctl: Run, folder: str) -> None:
-    found, command = _on_vllm(kvctl, folder, 1024, 1)
+    _, command = _on_vllm(kvctl, folder, 1024, 1)
     where = command.index("--max-model-len")
     line = shlex.join([*command[: where + 1], "1280", *command[where + 2 :], "--enforce-eager"])
     forced = kvctl("serve-test", "--launch", line)
