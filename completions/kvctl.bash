@@ -100,24 +100,24 @@ _kvctl() {
         serve-test)
             case $prev,$cur in
                 -m,*|--model,*|--launch,*|--start-timeout,*|--size-model,*|--endpoint,*|-i,*|--input-tokens,*|-o,*|--output-tokens,*|--shared-prefix,*|--groups,*|--order,*|--turns,*|--turn-tokens,*|--think,*|--tools,*|--speed,*|-c,*|--concurrency,*|-r,*|--rate,*|--sweep,*|--burstiness,*|-n,*|--requests,*|-d,*|--duration,*|--warmup,*|--slo,*|--retry,*|--max-error-rate,*|--timeout,*|--api-key-env,*|-H,*|--header,*|--extra,*|--processes,*|--seed,*|--fail-on,*) words="" ;;
-                --server-log,*|--trace,*|--prompts,*|--ca,*|--log,*|--save,*|--from,*|--compare,*|--report,*|--prometheus,*|--junit,*) files=yes ;;
+                --server-log,*|--trace,*|--prompts,*|--plan,*|--ca,*|--log,*|--save,*|--from,*|--compare,*|--report,*|--prometheus,*|--junit,*) files=yes ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="-m --model --launch --start-timeout --server-log --size-model --endpoint -i --input-tokens -o --output-tokens --shared-prefix --groups --order --control --turns --turn-tokens --think --tools --trace --speed --prompts -c --concurrency -r --rate --sweep --reset-cache --find-limit --burstiness -n --requests -d --duration --warmup --slo --retry --max-error-rate --timeout --api-key-env -H --header --extra --ca --insecure --processes --seed --log --save --from --compare --fail-on --report --prometheus --junit --calibrate -e --explain --dry-run -f --format --json -q --quiet -h --help" ;;
+                *,-*) words="-m --model --launch --start-timeout --server-log --size-model --endpoint -i --input-tokens -o --output-tokens --shared-prefix --groups --order --control --turns --turn-tokens --think --tools --trace --speed --prompts --plan -c --concurrency -r --rate --sweep --reset-cache --find-limit --burstiness -n --requests -d --duration --warmup --slo --retry --max-error-rate --timeout --api-key-env -H --header --extra --ca --insecure --processes --seed --log --save --from --compare --fail-on --report --prometheus --junit --calibrate -e --explain --dry-run -f --format --json -q --quiet -h --help" ;;
                 *) words="" ;;
             esac
             ;;
         recommend)
             case $prev,$cur in
                 --gpu,*) ask="kvctl recommend --gpu" files=yes ;;
-                --host-memory,*|--nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--shared-prefix,*|--slo,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
+                --host-memory,*|--nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--shared-prefix,*|--slo,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--verify-args,*|--start-timeout,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
                 --workload,*) words="chat rag agent code" ;;
-                --trace,*|--tokenizer,*|--quality,*|--calibrate,*) files=yes ;;
+                --trace,*|--tokenizer,*|--quality,*|--calibrate,*|--server-log,*) files=yes ;;
                 --goal,*) words="cost latency throughput context quality" ;;
                 --engine,*) words="any vllm sglang tensorrt-llm llama.cpp ollama" ;;
                 --emit,*) words="all command compose kubernetes lws systemd config alerts runbook json" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --max-quality-loss --quality --calibrate --price --emit -o --output --answer --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
+                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --max-quality-loss --quality --calibrate --price --emit -o --output --answer --verify --verify-args --server-log --start-timeout --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
                 *) ask="kvctl recommend" files=yes ;;
             esac
             ;;

@@ -110,8 +110,11 @@ def _nearby(model: str | None, server_log: str | None, start_timeout: str | None
 # -- what kvctl size is to predict for ------------------------------------------------------------------------
 
 
-def read_sizing(launch: Launch | None, server_log: str | None, size_model: str | None) -> Sizing:
-    """The model and the settings, as far as they are known before the server is asked.
+def read_sizing(
+    launch: Launch | None, server_log: str | None, size_model: str | None, planned: str | None = None
+) -> Sizing:
+    """The model and the settings, as far as they are known before the server is asked; `planned`: the command of a plan that it is to
+    be started by.
 
     Raises:
         KvctlError: a log that cannot be read, or a model that was named and is not known.
@@ -137,6 +140,12 @@ def read_sizing(launch: Launch | None, server_log: str | None, size_model: str |
                 why=f"what kvctl size predicts is not available: {log.path} names no known model; --size-model MODEL does",
             )
         return _sizing(asked, "settings as its log says", log)
+    if planned is not None:
+        try:
+            with told("--plan"):
+                return _sizing(_asked(planned, None, size_model), "settings of the plan")
+        except KvctlError as error:
+            return Sizing(why=f"what kvctl size predicts is not available: {error.message}")
     if size_model is not None:
         return Sizing(_asked(None, None, size_model).specs((None, None, None), None)[0])
     return Sizing()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
+from kvctl.record import Record
 from kvctl.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -216,6 +218,48 @@ def check_together(kinds: Sequence[str], output: str | None, answer: int, form: 
         raise UsageError(f"--answer {answer}: there are at most three", hint="from 1 to 3")
 
 
+class Proof(Record):
+    """How an answer is put to the proof."""
+
+    more: tuple[str, ...]
+    """Options of the engine."""
+    log: str | None
+    limit_s: float | None
+    model: str
+    """As it was named."""
+
+
+def read_proof(
+    verify: bool, more: str | None, log: str | None, limit: str | None, *, alone: bool, model: str
+) -> Proof | None:
+    """--verify and what is about it; `alone`: nothing else is asked for.
+
+    Raises:
+        UsageError: something that does not go with it, or is about it without it.
+
+    """
+    given = {"--verify-args": more, "--server-log": log, "--start-timeout": limit}
+    if not verify:
+        if (other := next((name for name, value in given.items() if value is not None), None)) is not None:
+            raise UsageError(f"{other} is about --verify", hint="kvctl recommend MODEL … --verify")
+        return None
+    if not alone:
+        raise UsageError(
+            "--verify runs what --emit writes and --what-if compares", hint="--verify first, then the other"
+        )
+    from kvctl.options_serve import seconds
+
+    try:
+        words = tuple(shlex.split(more or ""))
+    except ValueError as error:
+        raise UsageError(f"--verify-args: {str(error).lower()}", hint="--verify-args '-t 4'") from None
+    if log is not None:
+        from kvctl.files import check_writable
+
+        check_writable(log)
+    return Proof(words, log, None if limit is None else seconds(limit, "--start-timeout"), model)
+
+
 def read_plans(texts: Sequence[str], *, alone: bool) -> tuple[Side, ...]:
     """--what-if FILE or FILE#N: the plans to compare.
 
@@ -236,11 +280,10 @@ def read_plans(texts: Sequence[str], *, alone: bool) -> tuple[Side, ...]:
 def _plan(text: str) -> Side:
     from pathlib import Path
 
+    from kvctl.options_planned import numbered
     from kvctl.recommend.what_if import read
     from kvctl.sources.jsonfile import plain, read_file
 
-    path, mark, number = text.rpartition("#")
-    if not mark or not number.isdigit():
-        path, number = text, "1"
-    data = read_file(Path(path), limit=16_000_000)
-    return read(data, plain(path[:200]), int(number))
+    path, number = numbered(text)
+    data = read_file(Path(path), limit=64_000_000)
+    return read(data, plain(path[:200]), number)

@@ -11,6 +11,8 @@ from kvctl import __version__, output
 from kvctl.errors import KvctlError, UsageError
 
 if TYPE_CHECKING:
+    from kvctl.options_recommend import Proof
+    from kvctl.recommend.answers import Answer, Recommendation
     from kvctl.recommend.report import RecommendReport
     from kvctl.recommend.what_if import Side
 
@@ -44,6 +46,15 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
             print()
             for line in lines_of(report.each[0], explain=report.explain):
                 print(f"- {output.markdown_cell(line)}")
+            if report.trial is not None:
+                from kvctl.screen_recommend import trial_lines, trial_table
+
+                print()
+                head, *rows = trial_table(report.trial)
+                output.print_markdown_table(head, rows)
+                print()
+                for line, _ in trial_lines(report.trial):
+                    print(f"- {output.markdown_cell(line)}")
     else:
         from kvctl.screen_lines import Screen
         from kvctl.screen_recommend import print_matrix, print_recommendation
@@ -52,6 +63,45 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
             print_matrix(Screen(), report)
         else:
             print_recommendation(Screen(), report.each[0], report.site_of(report.each[0]), explain=report.explain)
+            if report.trial is not None:
+                from kvctl.screen_recommend import print_trial
+
+                print_trial(Screen(), report.trial)
+
+
+def verified(report: RecommendReport, answer: int, proof: Proof, percent: float, *, quiet: bool) -> RecommendReport:
+    """The report with what came of one of its answers, which is started for that on this machine and ended again.
+
+    Raises:
+        UsageError: it cannot be started here.
+        KvctlError: it does not start.
+
+    """
+    from kvctl import options_launch, output_serve, signals
+    from kvctl.loadtest.figures import SECOND, Slo
+    from kvctl.recommend import verify
+
+    found = report.each[0]
+    chosen = _chosen(found, answer)
+    ask, candidate = found.ask, chosen.judged.candidate
+    verify.check_here(candidate.deployment, candidate.checkpoint.how)
+    launch = verify.launch_of(candidate.deployment, report.site_of(found), proof.more).replace(log=proof.log)
+    launch = launch if proof.limit_s is None else launch.replace(limit_s=proof.limit_s)
+    sizing = options_launch.read_sizing(launch, None, proof.model).replace(spec=ask.spec, settings="settings of the recommended command")  # fmt: skip
+    slo = None
+    if ask.ttft is not None or ask.tpot is not None:
+        ttft, tpot = (None if limit is None else round(limit * SECOND) for limit in (ask.ttft, ask.tpot))
+        slo = Slo(ttft, tpot, scheduled=ask.rate is not None)
+    plan = verify.plan_of(verify.promised(chosen, ask), launch, sizing, slo, percent)
+    signals.heed()
+    with output_serve.live(quiet=quiet) as (now, live, done):
+        return report.replace(trial=verify.put(answer, plan, now, live, done))
+
+
+def _chosen(found: Recommendation, answer: int) -> Answer:
+    if answer > len(found.answers):
+        raise UsageError(f"--answer {answer}: there are {len(found.answers)}", hint="--answer 1 is the best")
+    return found.answers[answer - 1]
 
 
 def side_of(report: RecommendReport, answer: int) -> Side:
@@ -59,9 +109,7 @@ def side_of(report: RecommendReport, answer: int) -> Side:
     from kvctl.recommend.report import side
 
     found = report.each[0]
-    if answer > len(found.answers):
-        raise UsageError(f"--answer {answer}: there are {len(found.answers)}", hint="--answer 1 is the best")
-    return side(found.answers[answer - 1], report.site_of(found))
+    return side(_chosen(found, answer), report.site_of(found))
 
 
 def emit_what_if(left: Side, right: Side, form: str) -> None:
@@ -101,9 +149,7 @@ def emit_files(
 
     output.forgive_encoding()
     found = report.each[0]
-    if answer > len(found.answers):
-        raise UsageError(f"--answer {answer}: there are {len(found.answers)}", hint="--answer 1 is the best")
-    chosen, site = found.answers[answer - 1], report.site_of(found)
+    chosen, site = _chosen(found, answer), report.site_of(found)
     deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask, percent)
     texts: dict[str, str] = {}
     wanted = (*(kind.name for kind in emit.KINDS), "json") if kinds == ("all",) else kinds

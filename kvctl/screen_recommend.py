@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvctl.recommend.quality import Loss
     from kvctl.recommend.report import RecommendReport
     from kvctl.recommend.request import Ask
+    from kvctl.recommend.verify import Trial
     from kvctl.recommend.what_if import Row as Difference
     from kvctl.recommend.what_if import WhatIf
     from kvctl.screen_lines import Row, Screen
@@ -329,6 +330,46 @@ def _explained(screen: Screen, found: Recommendation) -> None:
             screen.line(head, indent=11)
             if advice.how:
                 screen.line(f"           {one_line(advice.how)}", indent=11, style="cyan")
+
+
+# -- what was put to the proof -------------------------------------------------------------------
+
+
+def trial_table(trial: Trial) -> list[list[str]]:
+    """A heading, and a row for each thing that is promised."""
+    from kvctl.screen_verified import verified_table
+
+    found = None if trial.report is None else trial.report.verified
+    return [["", "promised", "measured", ""]] if found is None else verified_table(found)
+
+
+def trial_lines(trial: Trial) -> list[tuple[str, str]]:
+    """What it comes to, with the style of each line."""
+    out = [("holds: nothing that is promised broke", "bold green")] if trial.holds else [("does not hold", "bold red")]
+    out += [(f"   {line}", "red") for line in trial.broken]
+    if trial.interrupted:
+        out.append(("interrupted: this is what came until then", "yellow"))
+    report = trial.report
+    if report is not None:
+        found = report.verified
+        out += [(line, "") for line in (*(found.notes if found is not None else ()), *report.notes)]
+        if report.started is not None:
+            own = report.started
+            out.append((f"started: {own.command} (ready after {seconds(own.seconds)}; its log: {own.log})", "dim"))
+    return [(one_line(line), style) for line, style in out]
+
+
+def print_trial(screen: Screen, trial: Trial) -> None:
+    """What one answer promised beside what it did on this machine."""
+    screen.line()
+    screen.line(f"answer {trial.answer} on this machine: {trial.promised.name}", style="bold")
+    found = None if trial.report is None else trial.report.verified
+    if found is not None:
+        from kvctl.screen_verified import print_verified
+
+        print_verified(screen, found)
+    for line, style in trial_lines(trial):
+        screen.line(line, style=style, indent=3)
 
 
 # -- two plans ---------------------------------------------------------------------------------

@@ -59,6 +59,11 @@ def lines_of(report: ServeReport, *, explain: bool) -> list[tuple[str, str]]:
         out.append((_limit(report.limit, report.predicted), "bold"))
     if report.capacity is not None:
         out += [(line, "") for line in capacity_lines(report.capacity)]
+    verified = report.verified
+    if verified is not None:
+        from kvctl.screen_verified import verified_lines
+
+        out += verified_lines(verified)
     if report.started is not None:
         own = report.started
         out.append((f"started: {own.command} (ready after {format_seconds(own.seconds)}; its log: {own.log})", "dim"))

@@ -66,11 +66,11 @@ EXIT_MEANING_OF = {
 }
 
 EXIT_MEANING_OF["kvctl serve-test"] = {
-    ExitCode.OK: "Done, and the objective of --slo and every --fail-on are kept.",
+    ExitCode.OK: "Done, and the objective of --slo, what --plan promises and every --fail-on are kept.",
     ExitCode.FAILED: "Failed: the server could not be reached or started, ended, or refuses such requests, a load was given up because too many "
     "failed, or too few requests were answered to tell whether a --fail-on is kept.",
     ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
-    ExitCode.ANSWER_IS_NO: "The objective of --slo is missed, what was found in the server's cache is not what was designed, or a figure is "
+    ExitCode.ANSWER_IS_NO: "The objective of --slo is missed, the --plan does not hold, what was found in the server's cache is not what was designed, or a figure is "
     "surely worse than before by more than --fail-on allows.",
     ExitCode.INTERRUPTED: "Interrupted from the keyboard (143 by SIGTERM, 129 by SIGHUP); what came until then is printed.",
 }
@@ -187,6 +187,9 @@ ABOUT = {
         "ends it and all that it started, however kvctl itself ends. Without a URL the server that answers at 127.0.0.1 on port 8000, 30000, "
         "8080, 11434 or 1234 is tested; where none does, one is started for the file or folder of --model: llama.cpp for a .gguf, else vLLM, "
         "else transformers.",
+        "--plan sends what a plan of kvctl recommend is for: its lengths, requests at once or rate, and its objectives unless --slo names "
+        "others. What it promises stands beside what came: it does not hold where requests fail or end short, are pushed out of the cache or "
+        "wait because that is full, where the cache is smaller than planned, or figures are worse than the far end of their range.",
         "What the server says of the size of its KV cache stands beside what kvctl size predicts for the same model and settings. Those are "
         "known of --launch, from the log of its start (--server-log), or in part from --size-model; what nobody says is not available.",
         "--save keeps the result, and --from shows it again: as a table, a web page (--report), metrics (--prometheus), JUnit's XML (--junit), or "

@@ -209,6 +209,62 @@ _SIDE = obj(
         "requests": maybe(whole("Requests of this run's length that are served at once.")),
     },
 )
+_RANGE = obj(
+    "From, likeliest and to.",
+    {"low": number("From."), "mid": number("Likeliest."), "high": number("To.")},
+)
+PROMISED = obj(
+    "What one answer of a plan says of one server.",
+    {
+        "name": text("The answer in words."),
+        "source": text("The file and the number of the answer; empty of a plan that is being made."),
+        "engine": text("Of the plan."),
+        "prompt": whole("Tokens of a usual prompt."),
+        "answer": whole("Of its answer."),
+        "context": whole("Of the longest request."),
+        "concurrency": maybe(whole("Usual requests at once; null where a rate is promised.")),
+        "rate": maybe(number("Requests a second; null where a number at once is promised.")),
+        "held": whole("Requests of the longest length that it holds at once."),
+        "tokens": maybe(whole("That its cache holds; null where that follows from its settings alone.")),
+        "memory": maybe(
+            whole(
+                "Bytes of a GPU or the host that weights, cache and what is known beside them take; null is not said."
+            )
+        ),
+        "limit": maybe(whole("Bytes of the host's memory that it may take; null of GPUs, or where it is not said.")),
+        "whole": flag("Whether that is all that it takes."),
+        "ttft": maybe(_RANGE | {"description": "Seconds to the first token; null is not predicted."}),
+        "tpot": maybe(_RANGE | {"description": "Seconds between tokens; null is not predicted."}),
+        "output_rate": maybe(_RANGE | {"description": "Output tokens a second; null is not predicted."}),
+        "request_rate": maybe(_RANGE | {"description": "Requests a second; null is not predicted."}),
+    },
+)
+PROMISE_ROWS = listed(
+    "What is promised, and what it was.",
+    obj(
+        "One thing.",
+        {
+            "name": text("What."),
+            "unit": text(
+                "Of both.",
+                "requests",
+                "tokens",
+                "blocks",
+                "bytes",
+                "seconds",
+                "tokens a second",
+                "requests a second",
+                "share",
+            ),
+            "promised": maybe(
+                _RANGE | {"description": "Of a single figure all three are that; null: nothing is promised."}
+            ),
+            "measured": maybe(number("What it was; null is not available.")),
+            "verdict": text("In words."),
+            "holds": of(["boolean", "null"], "Whether the promise holds; null: neither way."),
+        },
+    ),
+)
 COMPARE = document(
     "kvctl.serve-compare/1",
     "What kvctl serve-test --compare --json has as comparison",
@@ -323,6 +379,18 @@ SERVE_TEST = document(
                 },
             )
         ),
+        "plan": maybe(
+            obj(
+                "With --plan: what it promises beside what came of it; null without, or of a dry run.",
+                {
+                    "promised": PROMISED,
+                    "rows": PROMISE_ROWS,
+                    "holds": flag("Whether no promise broke."),
+                    "broken": listed("Those that did, in words.", STRINGS),
+                    "notes": listed("What to know.", STRINGS),
+                },
+            )
+        ),
         "started": maybe(
             obj(
                 "The server that --launch started; null of one that ran.",
@@ -332,11 +400,19 @@ SERVE_TEST = document(
                     "program": text("Where the program is."),
                     "log": text("The file that its log is in."),
                     "seconds": number("From its start until it was ready."),
+                    "resident_bytes": maybe(
+                        whole(
+                            "Memory of this machine that it had at most, what its processes share counted once; null is not known."
+                        )
+                    ),
                     "ended": of(["string", "null"], "Why it was gone before it was to be."),
                 },
             )
         ),
-        "missed": listed("Objectives that loads miss, and finds in the server's cache other than designed.", STRINGS),
+        "missed": listed(
+            "Objectives and promises of a plan that loads miss, and finds in the server's cache other than designed.",
+            STRINGS,
+        ),
         "failed": listed("Loads that came to nothing.", STRINGS),
         "notes": listed("What to know.", STRINGS),
         "comparison": of("object", "With --compare: this run beside an earlier one (schema kvctl.serve-compare/1)."),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import gguf
+import numpy
 
 Metadata = dict[str, Any]
 
@@ -27,8 +30,8 @@ FILLER: Metadata = {
 }  # fmt: skip
 
 
-def write(path: Path, architecture: str, metadata: Metadata) -> Path:
-    """A file with these keys and no tensors; a key of None is left out."""
+def write(path: Path, architecture: str, metadata: Metadata, tensors: dict[str, tuple[int, ...]] | None = None) -> Path:
+    """A file with these keys, and with tensors of 16 bits in these shapes, all 0; a key of None is left out."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in (FILLER | metadata).items():
         key = f"{architecture}.{name}"
@@ -43,10 +46,15 @@ def write(path: Path, architecture: str, metadata: Metadata) -> Path:
     for name in ("alpha_n", "alpha_p", "beta", "eps") if architecture == "apertus" else ():
         writer.add_array(f"xielu.{name}", [1.0] * metadata["block_count"])
     writer.add_string("tokenizer.ggml.model", "none")
+    sizes = {name: 2 * math.prod(shape) for name, shape in (tensors or {}).items()}
+    for name, shape in (tensors or {}).items():
+        writer.add_tensor_info(name, shape, numpy.dtype(numpy.float16), sizes[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
+    if sizes:  # what is written of a file with holes takes no room
+        os.truncate(path, path.stat().st_size + sum(-(-size // 32) * 32 + 32 for size in sizes.values()))
     return path
 
 

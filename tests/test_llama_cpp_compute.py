@@ -41,7 +41,7 @@ def test_buffers_that_the_library_allocates(monkeypatch: pytest.MonkeyPatch) -> 
                 monkeypatch.setattr(memory, "outputs", lambda version, tokens, slots: tokens)
             else:
                 monkeypatch.undo()
-            (part,) = memory.overheads(
+            *_, part = memory.overheads(
                 spec, serving, dtype_bytes=2, device_bytes=0, gpu_name=None, version=None, context=n_ctx
             )
             if row["architecture"] in found["exact"]:

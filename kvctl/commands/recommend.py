@@ -192,8 +192,39 @@ def recommend(
         typer.Option("--output", "-o", metavar="DIR", help="Where --emit writes.", show_default=False),
     ] = None,
     answer: Annotated[
-        int, typer.Option("--answer", metavar="N", help="Which answer --emit is about: 1 is the best.")
+        int, typer.Option("--answer", metavar="N", help="Which answer --emit and --verify are about: 1 is the best.")
     ] = 1,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Start the answer on this machine (llama.cpp, vLLM), put the load on it, and hold what comes beside what is promised.",
+        ),
+    ] = False,
+    verify_args: Annotated[
+        Optional[str],
+        typer.Option(
+            "--verify-args",
+            metavar="OPTIONS",
+            help="More options of the engine for that, which leave memory and requests as they are: '-t 4', '--enforce-eager'.",
+            show_default=False,
+        ),
+    ] = None,
+    server_log: Annotated[
+        Optional[str],
+        typer.Option(
+            "--server-log", metavar="FILE", help="Where --verify writes the server's log.", show_default=False
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        Optional[str],
+        typer.Option(
+            "--start-timeout",
+            metavar="TIME",
+            help="It may take so long to be ready. Default: 15m.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
         Optional[str],
         typer.Option("--name", metavar="NAME", help="Of the service that is emitted.", show_default=False),
@@ -259,6 +290,7 @@ def recommend(
       kvctl recommend Qwen3-32B --gpu 2xH100 --workload agent --rate 1
       kvctl recommend Qwen3-8B --gpu RTX4090 --engine vllm --emit command
       kvctl recommend Qwen3-32B --gpu 4xL40S --concurrency 16 --emit all -o ./serve
+      kvctl recommend model-Q4_K_M.gguf --gpu cpu:8GiB --ctx 4k --concurrency 4 --verify
       kvctl recommend Qwen3-32B gpt-oss-120b --gpu H100,H200,4xL40S --price prices.toml --format md
       kvctl recommend --what-if before.json --what-if after.json
     """
@@ -275,6 +307,9 @@ def recommend(
         output_recommend.emit_what_if(others[0], others[1], form)
         return
     options_recommend.check_together(kinds, output, answer, form)
+    proof = options_recommend.read_proof(
+        verify, verify_args, server_log, start_timeout, alone=not kinds and not others, model=models[0]
+    )
     hardware = options_recommend.read_hardware(gpu or ["local"])
     engines = options_recommend.read_engines(engine)
     heard = options_recommend.read_heard(workload, trace, tokenizer, rate, quiet=quiet)
@@ -284,9 +319,9 @@ def recommend(
         specs, hardware, nodes=nodes, ctx=ctx, prompt=input_tokens, answer=output_tokens, concurrency=concurrency, rate=rate,
         engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, host=host_memory, heard=heard, shared=shared_prefix,
     )  # fmt: skip
-    if len(asks) > 1 and (kinds or others):
+    if len(asks) > 1 and (kinds or others or proof is not None):
         raise UsageError(
-            "--emit and --what-if are about one model on one kind of hardware", hint="one MODEL, one --gpu"
+            "--emit, --verify and --what-if are about one model on one kind of hardware", hint="one MODEL, one --gpu"
         )
     from kvctl.recommend.answers import recommend as answer_to
     from kvctl.recommend.report import RecommendReport
@@ -302,6 +337,10 @@ def recommend(
     elif others and report.met:
         output_recommend.emit_what_if(others[0], output_recommend.side_of(report, answer), form)
     else:
+        if proof is not None and report.met:
+            report = output_recommend.verified(report, answer, proof, options_recommend.read_slo(slo)[2], quiet=quiet)
         output_recommend.emit_recommend(report, form, quiet=quiet)
-    if len(asks) == 1 and not report.met:
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if len(asks) == 1 and not (report.met and report.proven):
         raise SystemExit(ExitCode.ANSWER_IS_NO)

@@ -185,6 +185,15 @@ def serve_test(
             show_default=False,
         ),
     ] = None,
+    plan_: Annotated[
+        Optional[str],
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="Send what a plan of kvctl recommend --json is for (FILE#2: its second answer), and exit with status 3 where it does not hold.",
+            show_default=False,
+        ),
+    ] = None,
     concurrency: Annotated[
         Optional[str],
         typer.Option(
@@ -402,6 +411,7 @@ def serve_test(
       kvctl serve-test --from today.json --report today.html
       kvctl serve-test --launch llama.cpp --model model-Q4_1.gguf -c 4
       kvctl serve-test --launch "vllm serve ./model --max-model-len 2048" --find-limit
+      kvctl serve-test http://127.0.0.1:8000 --plan plan.json
       kvctl serve-test --calibrate
       kvctl serve-test https://llm.example.com/v1 --api-key-env LLM_KEY --concurrency 8 --json
     """
@@ -436,12 +446,23 @@ def serve_test(
             turn_tokens=turn_tokens, think=think, tools=tools, trace=trace, speed=speed, prompts=prompts, concurrency=concurrency, rate=rate,
             burstiness=burstiness, find_limit=find_limit, requests=requests, duration=duration, warmup=warmup, retry=retry,
         )  # fmt: skip
+        planned = None
+        if plan_ is not None:
+            from kvctl import options_planned
+
+            planned = options_planned.read(plan_, load, sweep or [])
+            load, slo = planned.load, slo or planned.slo
         plan = options_serve.read_plan(
             aim.url, load, sweeps=sweep or [], model=aim.model, endpoint=endpoint, slo=slo, headers=header or [], api_key_env=api_key_env,
             extra=extra or [], ca=ca, insecure=insecure, timeout=timeout, seed=seed, max_error_rate=max_error_rate, reset_cache=reset_cache, processes=processes,
         )  # fmt: skip
         plan = plan.replace(
-            sizing=options_launch.read_sizing(aim.launch, server_log, size_model), launch=aim.launch, notes=aim.notes
+            sizing=options_launch.read_sizing(
+                aim.launch, server_log, size_model, None if planned is None else planned.command
+            ),
+            launch=aim.launch,
+            promised=None if planned is None else planned.promised,
+            notes=aim.notes,
         )
         if earlier is not None and compare is not None:
             from kvctl.loadtest.compare import check_plan

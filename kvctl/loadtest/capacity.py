@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 FIELDS = ("tokens", "bytes", "blocks", "concurrency", "requests")
 
 
+class Refused(KvctlError):
+    """A start that failed for want of room in the cache."""
+
+
 class Sizing(Record):
     """What is known beforehand of how the server was started."""
 
@@ -145,7 +149,7 @@ def refused(sizing: Sizing, error: KvctlError, log_path: str) -> KvctlError:
         return error
     if found is None:
         return error
-    return KvctlError(
+    return Refused(
         f"{log.engine} did not start: {found.why}",
         hint=f"it fits with {' or '.join(found.fits)}" if found.fits else None,
     )

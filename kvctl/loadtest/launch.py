@@ -160,6 +160,8 @@ class Started(Record):
     """From its start until it was ready."""
     child: Child | None = None
     """None: of a result that was saved."""
+    resident_bytes: int | None = None
+    """Memory of this machine that it and what it started had at most, at the end of the test; None: not known."""
 
     def ended(self, *, doubtful: bool) -> str | None:
         """Why it is no longer there, as far as it says; None while it runs. `doubtful`: requests failed, as they do a moment before."""
@@ -168,8 +170,13 @@ class Started(Record):
             self.child.may_end(_MOMENT_S)
         return None if self.child.running else f"{self.child.what} ended: {self.child.last_words()}"
 
+    def taken(self) -> int | None:
+        """Bytes of this machine's memory that it and all that it started have had at most; None where that is not told."""
+        assert self.child is not None
+        return memory_of(self.child.pid)
+
     def to_dict(self) -> dict[str, Any]:
-        names = ("engine", "command", "program", "log", "seconds")
+        names = ("engine", "command", "program", "log", "seconds", "resident_bytes")
         return {name: getattr(self, name) for name in names}
 
 
@@ -343,7 +350,7 @@ def serving(
                     continue  # somebody took the port
                 child.stop()  # its log is read next, and may have no end
                 found = why(error, str(log))
-                raise KvctlError(
+                raise type(found)(
                     found.message, hint=f"{found.hint + '; ' if found.hint else ''}its log: {log}"
                 ) from None
             seconds = time.monotonic() - begun
@@ -423,6 +430,34 @@ def _listens(pid: int, port: int) -> bool:
     except psutil.AccessDenied:
         return True
     return False
+
+
+def memory_of(pid: int) -> int | None:
+    """Bytes that the children of a process have had in memory at most, what they share counted once; where the system keeps no peak, what
+    they have now."""
+    import psutil
+
+    try:
+        found = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return None
+    total = 0
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            peak = _kib(process.pid, "status", "VmHWM")
+            shares = _kib(process.pid, "smaps_rollup", "Rss") - _kib(process.pid, "smaps_rollup", "Pss")
+            total += (peak - shares) * 1024 if peak else int(process.memory_info().rss)
+    return total or None
+
+
+def _kib(pid: int, page: str, name: str) -> int:
+    """A figure of Linux's pages about a process; 0 where there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{page}", encoding="ascii", errors="replace") as file:
+        for line in file:
+            word, _, rest = line.partition(":")
+            if word == name and (words := rest.split()) and words[0].isdigit():
+                return int(words[0])
+    return 0
 
 
 def _end_of(log: Path) -> str:

@@ -14,6 +14,7 @@ from kvctl.record import Record
 
 if TYPE_CHECKING:
     from kvctl.loadtest.launch import Launch
+    from kvctl.loadtest.promised import Promised
 
 
 _WARM_S = 10.0
@@ -95,6 +96,8 @@ class Plan(Record):
     """What is started for the test."""
     sizing: Sizing = Sizing()
     """What is known of how the server was started."""
+    promised: Promised | None = None
+    """What a plan of kvctl recommend says that this will show."""
     notes: tuple[str, ...] = ()
 
     def warm_of(self, step: Step) -> int:

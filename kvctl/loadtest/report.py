@@ -14,6 +14,7 @@ from kvctl.loadtest.capacity import Capacity
 from kvctl.loadtest.figures import DEFINITIONS, RATES, TIMES
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.plan import Plan
+from kvctl.loadtest.promised import Verified, verify
 from kvctl.loadtest.run import SECOND, Outcome, Session
 from kvctl.loadtest.work import Made
 from kvctl.record import Record
@@ -83,7 +84,20 @@ class ServeReport(Record):
         return None if self.capacity is None else self.capacity.predicted.requests
 
     @property
+    def verified(self) -> Verified | None:
+        """What a plan promised beside what came of it; None without one, or of a dry run."""
+        if self.plan.promised is None or not self.outcomes:
+            return None
+        return verify(self.plan.promised, self)
+
+    @property
     def missed(self) -> list[str]:
+        """Objectives, and what else was promised, as far as loads miss it."""
+        found = self.verified
+        return self.objectives if found is None else list(found.broken)
+
+    @property
+    def objectives(self) -> list[str]:
         """Objectives that loads miss, and finds in the server's cache that are not what was designed."""
         if self.plan.limit:  # what breaks is what was looked for
             if self.limit is None or self.limit.borne is not None or self.plan.slo is None:
@@ -115,6 +129,7 @@ class ServeReport(Record):
             "loads": [load_of(one, name, self.zero) | {"ttft_without_prefix": self.without_prefix(one)} for one, name in zip(self.outcomes, self.names, strict=True)],
             "limit": None if self.limit is None else self.limit.to_dict() | {"predicted": self.predicted},
             "capacity": None if self.capacity is None else self.capacity.to_dict(),
+            "plan": None if (verified := self.verified) is None else verified.to_dict(),
             "started": None if self.started is None else self.started.to_dict() | {"ended": self.ended}, "missed": self.missed, "failed": self.failed, "notes": list(self.notes),
         }  # fmt: skip
 

@@ -22,12 +22,14 @@ from kvctl.loadtest.histogram import Histogram, Percentile
 from kvctl.loadtest.launch import Launch, Started
 from kvctl.loadtest.limit import Limit
 from kvctl.loadtest.plan import Plan, Step
+from kvctl.loadtest.promised import SPEED, Promised
 from kvctl.loadtest.report import SCHEMA, ServeReport
 from kvctl.loadtest.run import Outcome
 from kvctl.loadtest.slices import Slice, Slices
 from kvctl.loadtest.verdict import Verdict, Window
 from kvctl.loadtest.work import RANDOM, ROUND, Given, Made, Traced, Work
 from kvctl.sources import jsonfile
+from kvctl.speed import Range
 
 _LIMIT = 512_000_000
 """Bytes; an hour of looks at the server's metrics takes a few millions."""
@@ -258,6 +260,37 @@ class _Started(msgspec.Struct):
     log: str
     seconds: _Number
     ended: str | None
+    resident_bytes: _Count | None = None
+
+
+class _Range(msgspec.Struct):
+    low: _Number
+    mid: _Number
+    high: _Number
+
+
+class _Promised(msgspec.Struct):
+    name: str
+    source: str
+    engine: str
+    prompt: _Some
+    answer: _Some
+    context: _Some
+    concurrency: _Some | None
+    rate: _More | None
+    held: _Count
+    tokens: _Count | None
+    memory: _Count | None
+    limit: _Count | None
+    whole: bool
+    ttft: _Range | None
+    tpot: _Range | None
+    output_rate: _Range | None
+    request_rate: _Range | None
+
+
+class _Plan(msgspec.Struct):
+    promised: _Promised
 
 
 class _Server(msgspec.Struct):
@@ -292,6 +325,7 @@ class _Report(msgspec.Struct):
     capacity: _Capacity | None
     started: _Started | None
     notes: tuple[str, ...]
+    plan: _Plan | None = None
     kvctl_version: str = ""
 
 
@@ -382,6 +416,7 @@ def _report(found: _Report) -> ServeReport:
         place, tuple(map(_step, settings.steps)), length, found.endpoint, warm=settings.warm_up, slo=slo,
         slo_percent=99.0 if objective is None else objective.percent, seed=settings.seed, most_errors=settings.max_error_percent,
         limit=settings.find_limit, processes=settings.processes, retries=settings.retries, reset_cache=settings.reset_cache, launch=launch,
+        promised=None if found.plan is None else _promised(found.plan.promised),
     )  # fmt: skip
     widths = [_whole(piece.width) for one in found.loads for piece in one.slices]
     zero = max(widths, default=SECOND)  # not 0, which is no time, and at the beginning of a slice of every load
@@ -394,7 +429,7 @@ def _report(found: _Report) -> ServeReport:
         None if held is None else Capacity(
             held.length, held.context, _side(held.declared), held.declared_by, _side(held.predicted), held.predicted_for, held.settings, held.notes,
         ),
-        None if own is None else Started(own.engine, place, own.command, own.program, own.log, own.seconds),
+        None if own is None else Started(own.engine, place, own.command, own.program, own.log, own.seconds, resident_bytes=own.resident_bytes),
         None if own is None else own.ended, found.notes, found.dry_run, found.interrupted, found.kvctl_version,
     )  # fmt: skip
 
@@ -402,6 +437,12 @@ def _report(found: _Report) -> ServeReport:
 def _server(found: dict[str, Any]) -> dict[str, Any]:
     """With all that is used of it; what a file does not say is not known."""
     return found | msgspec.structs.asdict(msgspec.convert(found, _Server))
+
+
+def _promised(found: _Promised) -> Promised:
+    values = msgspec.structs.asdict(found)
+    ranges = {name: None if values[name] is None else Range(*msgspec.structs.astuple(values[name])) for name in SPEED}
+    return Promised(**{**values, **ranges})
 
 
 def _side(found: _Side) -> Side:

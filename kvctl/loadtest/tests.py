@@ -118,7 +118,8 @@ def run(plan: Plan, now: Now, log: Log, live: Live | None = None, done: Done = l
 
     with launch.serving(plan.launch, now, partial(capacity.refused, plan.sizing)) as started:
         # Of an engine that lists models, the one that it was started with is the first.
-        return _tested(plan.replace(place=started.place), now, log, started, live, done)
+        report = _tested(plan.replace(place=started.place), now, log, started, live, done)
+        return report.replace(started=started.replace(resident_bytes=started.taken()))
 
 
 def _tested(plan: Plan, now: Now, log: Log, started: Started | None, live: Live | None, done: Done) -> ServeReport:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.formats import BF16, FP32, DType
 from kvctl.recommend.candidate import Candidate, Rejection
+from kvctl.recommend.checkpoints import loaded_from
 from kvctl.recommend.fits import search
 from kvctl.recommend.judge import ANY_LOSS, Judge, Judged, order
 from kvctl.recommend.nearest import Lack, Near, nearest
@@ -259,7 +260,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
         out.append(f"first: {candidate.checkpoint.how}")
     elif deployment.made == "load":
         out.append(candidate.checkpoint.how)
-    elif deployment.model != deployment.base:
+    elif candidate.checkpoint.name not in (deployment.base, loaded_from(ask.spec)):
         out.append(f"loads {deployment.model}, {candidate.checkpoint.source}")
     if one.meets and not one.sure:
         out.append("meets the request at its likeliest figures, not at the far end of all ranges")

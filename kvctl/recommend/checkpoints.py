@@ -83,6 +83,8 @@ def made_at(model: str, weights: str) -> str:
 
 def stored_format(spec: ModelSpec) -> str | None:
     """The format of a model's own weights; None where it is not one that engines here are known to load."""
+    if of_gguf(spec):
+        return "gguf"
     try:
         found = scheme(spec.config)
     except ConfigError:
@@ -111,24 +113,33 @@ def of_gguf(spec: ModelSpec) -> bool:
     return spec.weights is not None and "GGUF" in spec.weights.source
 
 
+def loaded_from(spec: ModelSpec) -> str:
+    """What an engine is told to load: a name on the Hub, or where the model is on this machine, from whatever folder it is started."""
+    path = spec.provenance.path
+    if spec.provenance.source != "local" or path is None:
+        return spec.id
+    place = os.path.abspath(path)
+    return os.path.dirname(place) if place.endswith(".json") else place
+
+
 def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     """Formats for engines that read safetensors: stored ones first, then what engines make, then what has to be made."""
     if of_gguf(spec):
         return ()
-    stored = stored_format(spec)
+    stored, name = stored_format(spec), loaded_from(spec)
     out = []
     if stored is not None:
-        out.append(Checkpoint(spec.id, stored, "stored", "as published", spec.provenance.location))
+        out.append(Checkpoint(name, stored, "stored", "as published", spec.provenance.location))
     elif (named := _named(spec.id)) is not None:
         # Its configuration does not say how it is stored, and its name does.
-        out.append(Checkpoint(spec.id, named, "stored", "as published", spec.provenance.location, named))
+        out.append(Checkpoint(name, named, "stored", "as published", spec.provenance.location, named))
     plain = stored in ("bf16", "fp16")
     if is_quantized(spec.id):
         return tuple(out)
     if not spec.overrides:
         out += published(spec)
     if plain:
-        out.append(Checkpoint(spec.id, "fp8", "load", "the engine converts while it loads", sized="fp8"))
+        out.append(Checkpoint(name, "fp8", "load", "the engine converts while it loads", sized="fp8"))
     there = {one.weights for one in out}
     there |= {"awq"} if there & {"w4a16", "gptq"} else set()
     if plain:
@@ -136,10 +147,10 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
             if weights not in there and (weights != "awq" or _awq_makes(spec)):
                 out.append(
                     Checkpoint(
-                        spec.id,
+                        name,
                         weights,
                         "make",
-                        f"kvctl quantize {spec.id} --weights {way} -o {made_at(spec.id, weights)}",
+                        f"kvctl quantize {name} --weights {way} -o {made_at(name, weights)}",
                         sized=weights,
                     )
                 )
@@ -149,10 +160,10 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
 def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     """Types of GGUF files, the largest first; a model that is such a file has its own alone."""
     if of_gguf(spec):
-        return (Checkpoint(spec.id, "gguf", "stored", "the file itself", spec.provenance.location),)
+        return (Checkpoint(loaded_from(spec), "gguf", "stored", "the file itself", spec.provenance.location),)
     stored = stored_format(spec)
     if stored == "mxfp4":
-        how = f"convert_hf_to_gguf.py {spec.id} --outfile {made_at(spec.id, 'mxfp4')} keeps MXFP4 as it is"
+        how = f"convert_hf_to_gguf.py {loaded_from(spec)} --outfile {made_at(spec.id, 'mxfp4')} keeps MXFP4 as it is"
         return (Checkpoint(spec.id, "mxfp4", "make", how),)
     plain = stored in ("bf16", "fp16")
     if stored is None or not (plain or stored.startswith("fp8")):
@@ -160,7 +171,7 @@ def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     out = []
     for name in GGUF:
         first = made_at(spec.id, "bf16")
-        how = f"convert_hf_to_gguf.py {spec.id} --outtype bf16 --outfile {first}"
+        how = f"convert_hf_to_gguf.py {loaded_from(spec)} --outtype bf16 --outfile {first}"
         if name != "bf16":
             how += f" && llama-quantize {first} {made_at(spec.id, name)} {name.upper()}"
         sized = (None if plain else "bf16") if name == "bf16" else name

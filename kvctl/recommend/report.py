@@ -16,6 +16,7 @@ from kvctl.units import format_seconds
 if TYPE_CHECKING:
     from kvctl.recommend.judge import Judged
     from kvctl.recommend.request import Ask
+    from kvctl.recommend.verify import Trial
 
 MATRIX = "kvctl.recommend-matrix/1"
 
@@ -26,6 +27,17 @@ class RecommendReport(Record):
     each: tuple[Recommendation, ...]
     site: Site | None = None
     explain: bool = False
+    trial: Trial | None = None
+    """What came of an answer that was started, where one was."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no promise broke, as far as one was put to the proof."""
+        return self.trial is None or self.trial.holds
+
+    @property
+    def interrupted(self) -> bool:
+        return self.trial is not None and self.trial.interrupted
 
     @property
     def met(self) -> bool:
@@ -37,7 +49,8 @@ class RecommendReport(Record):
 
     def to_dict(self) -> dict[str, Any]:
         if len(self.each) == 1:
-            return one_dict(self.each[0], self.site_of(self.each[0]))
+            found = one_dict(self.each[0], self.site_of(self.each[0]))
+            return found if self.trial is None else found | {"verified": self.trial.to_dict()}
         return {
             "schema": MATRIX, "kvctl_version": __version__, "rows": [row_dict(one) for one in self.each],
         }  # fmt: skip

@@ -107,8 +107,16 @@ def _llama_cpp(deployment: Deployment, serving: Serving) -> Serving:
         flash_attention=True if quantised else serving.flash_attention,
         # Whether an earlier prompt is used again has options of its own, which change no memory of the device.
         prefix_caching=None,
-        prompt_cache=0 if serving.prefix_caching is False else serving.prompt_cache,
+        prompt_cache=_prompt_cache(deployment, serving),
     )
+
+
+def _prompt_cache(deployment: Deployment, serving: Serving) -> int | None:
+    """MiB for prompts of requests that ended. Without being told llama-server keeps up to 8 GiB of them in the host's memory: on a host
+    that is the memory that was planned with."""
+    if serving.prefix_caching is False:
+        return 0
+    return 0 if deployment.device.kind == "cpu" and serving.prompt_cache is None else serving.prompt_cache
 
 
 def _tensorrt_llm(deployment: Deployment, serving: Serving) -> Serving:

@@ -1,0 +1,72 @@
+"""`kvctl serve-test --plan`: a load, objectives and promises of what `kvctl recommend` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvctl.errors import UsageError
+from kvctl.record import Record
+
+if TYPE_CHECKING:
+    from kvctl.loadtest.promised import Promised
+    from kvctl.options_serve import Load
+
+_LIMIT = 64_000_000
+"""Bytes of a plan; one that was put to the proof has a load test in it."""
+_SAYS = (
+    "input_tokens",
+    "output_tokens",
+    "shared_prefix",
+    "turns",
+    "tools",
+    "trace",
+    "prompts",
+    "concurrency",
+    "rate",
+    "burstiness",
+)
+
+
+class Planned(Record):
+    """What a plan says of a test."""
+
+    load: Load
+    slo: str | None
+    """As --slo has it; None where the plan has no objectives."""
+    promised: Promised
+    command: str
+    """The engine's, with the settings that the plan is about."""
+
+
+def numbered(text: str) -> tuple[str, int]:
+    """ "plan.json#2": the file, and the number of the answer."""
+    path, mark, number = text.rpartition("#")
+    return (path, int(number)) if mark and number.isdecimal() and len(number) < 10 else (text, 1)
+
+
+def read(text: str, load: Load, sweeps: Sequence[str]) -> Planned:
+    """The plan of --plan FILE or FILE#N; `load` is what other options say.
+
+    Raises:
+        UsageError: they say what the plan says.
+        KvctlError: the file is no plan.
+
+    """
+    from kvctl.recommend.verify import of_plan
+    from kvctl.sources.jsonfile import plain, read_file
+
+    said = [f"--{name.replace('_', '-')}" for name in _SAYS if getattr(load, name) is not None]
+    said += ["--find-limit"] * load.find_limit + ["--control"] * load.control + ["--sweep"] * bool(sweeps)
+    if said:
+        raise UsageError(f"{said[0]}: --plan says what is sent", hint="leave it out, or --plan")
+    path, number = numbered(text)
+    promised, ttft, tpot, command = of_plan(read_file(Path(path), limit=_LIMIT), plain(path[:200]), number)
+    slo = ",".join(f"{name}={value * 1e3:.6f}ms" for name, value in (("ttft", ttft), ("tpot", tpot)) if value is not None)  # fmt: skip
+    load = load.replace(
+        input_tokens=str(promised.prompt), output_tokens=str(promised.answer),
+        concurrency=None if promised.concurrency is None else str(promised.concurrency),
+        rate=None if promised.rate is None else f"{promised.rate:.6f}",
+    )  # fmt: skip
+    return Planned(load, slo or None, promised, command)
