@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Machines are noisy: how long an example takes says nothing about the code.
+settings.register_profile("noisy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("noisy")
 
 DATA = Path(__file__).parent / "data"
 

@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 _TRIES = 3
 """Ports, where somebody else takes the one that was free."""
 _UNBOUND = re.compile(r"couldn't bind|exiting due to HTTP server error|address already in use", re.IGNORECASE)
-_MOMENT_S = 0.5
+_MOMENT_S = 2.0
 """A connection breaks a little before its process has ended."""
 _KEPT = 20
 """Logs in kvctl's folder: the newest."""
