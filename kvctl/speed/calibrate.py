@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvctl.spec import ModelSpec
-    from kvctl.speed import Setup
+    from kvctl.speed import Prepared, Setup
 
 KEPT = {"ttft": 0.65, "tpot": 0.60, "rate": 0.82}
 """Share of a published spread that stays where the same model was measured with another load."""
@@ -124,16 +124,14 @@ def _files(measurements: Sequence[Measurement]) -> str:
 
 def _logs(setup: Setup, measurements: Sequence[Measurement]) -> dict[str, list[float]]:
     """Kind of figure → logarithms of measured over predicted; what cannot be predicted is left out."""
-    from kvctl.speed import prepare  # which imports this
-
     out: dict[str, list[float]] = {"ttft": [], "tpot": []}
+    ready: dict[tuple[str, int, str], Prepared | None] = {}
     for one in measurements:
-        try:
-            prepared = prepare(setup.replace(
-                spec=one.spec, tensor=one.tensor, pipeline=1, data=1, dealt=1, expert=False, replicas=1,
-                weights=one.weights or setup.weights, batched=None,
-            ))  # fmt: skip
-        except KvctlError:
+        key = one.spec.id, one.tensor, one.weights or setup.weights
+        if key not in ready:
+            ready[key] = _prepared(setup, one)
+        prepared = ready[key]
+        if prepared is None:
             continue
         if one.together:
             first, between = prepared.together(one.prompt, one.answer, one.concurrency)
@@ -142,3 +140,16 @@ def _logs(setup: Setup, measurements: Sequence[Measurement]) -> dict[str, list[f
         out["ttft"] += [math.log(one.ttft / first)] if one.ttft else []
         out["tpot"] += [math.log(one.tpot / between)] if one.tpot else []
     return out
+
+
+def _prepared(setup: Setup, one: Measurement) -> Prepared | None:
+    """What was measured, as the setup's engine would have it with its own settings."""
+    from kvctl.speed import prepare  # which imports this
+
+    try:
+        return prepare(setup.replace(
+            spec=one.spec, tensor=one.tensor, pipeline=1, data=1, dealt=1, expert=False, replicas=1,
+            weights=one.weights or setup.weights, batched=None,
+        ))  # fmt: skip
+    except KvctlError:
+        return None
