@@ -106,23 +106,13 @@ def test_llama_cpp_holds_what_is_promised_and_no_more(
         assert larger.json["answers"] == []
     # and the engine, started as recommended, has one wait, and takes no longer request.
     line = shlex.join(found["answers"][0]["side"]["command"]) + " -t 1"
-    load = (
-        "-i",
-        str(ctx - answer),
-        "-o",
-        str(answer),
-        "-n",
-        "4",
-        "--warmup",
-        "1",
-        "--endpoint",
-        "completions",
-        "--json",
-    )
-    forced = kvctl("serve-test", "--launch", line, "-c", str(count + 1), *load)
+    lengths = ("-i", str(ctx - answer), "-o", str(answer), "--endpoint", "completions")
+    load = ("-c", str(count + 1), "-n", str(count + 3), "--warmup", "1", "--json")
+    forced = kvctl("serve-test", "--launch", line, *lengths, *load)
     assert forced.code == 0, forced.err
-    metrics = forced.json["loads"][0]["metrics"]
-    assert (metrics["running_max"], metrics["waiting_max"]) == (count, 1)
+    looks = forced.json["loads"][0]["metrics"]["series"]
+    assert max(look["running"] for look in looks) == count
+    assert max(look["waiting"] for look in looks) == 1
     longer = kvctl("serve-test", "--launch", line, "-i", str(ctx), "-o", str(answer), "--endpoint", "completions")
     assert longer.code == 1
     assert f"and the server takes {ctx:,}" in longer.err

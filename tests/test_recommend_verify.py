@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -324,6 +328,46 @@ def test_another_failure_of_the_start_is_status_1(
     assert outcome.code == 1
     assert "quantized V cache requires flash_attn" in outcome.err
     assert gone(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_kvctl_ends_the_server(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    folder = program(tmp_path / "bin", "llama-server", "forks").parent
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    asked = [
+        sys.executable,
+        "-m",
+        "kvctl",
+        "recommend",
+        str(gguf),
+        "--engine",
+        "llama.cpp",
+        "--gpu",
+        "cpu:1GiB",
+        "--ctx",
+        "512",
+    ]
+    asked += ["--output-tokens", "4", "--rate", "1", "--verify", "--json"]
+    process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while not ((folder / "served").exists() and (folder / "served").read_text() not in ("", "1")):
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    assert gone(folder)
+    if number != signal.SIGKILL:
+        assert json.loads(out)["verified"]["test"]["interrupted"], err
+        assert not json.loads(out)["verified"]["holds"]
+        assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

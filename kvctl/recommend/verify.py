@@ -216,7 +216,8 @@ class Trial(Record):
 
     @property
     def holds(self) -> bool:
-        return not self.broken
+        """Whether nothing broke, and all of it was tried."""
+        return not self.broken and not self.interrupted
 
     @property
     def interrupted(self) -> bool:
