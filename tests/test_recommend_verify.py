@@ -273,6 +273,30 @@ def test_an_answer_is_started_loaded_and_ended(
     assert kvctl("recommend", str(gguf), *ASKED, "--verify", "--format", "md").code == 0
 
 
+def test_objectives_of_a_machine_whose_speed_is_not_known_are_measured(
+    kvctl: Run, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = program(tmp_path / "bin", "llama-server").parent
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    assert kvctl("recommend", str(gguf), *ASKED, "--slo", "ttft=1h").code == 3  # nobody knows
+    kept = kvctl("recommend", str(gguf), *ASKED, "--slo", "ttft=1h,tpot=1h", "--verify", "--json")
+    assert kept.code == 0, kept.err
+    objective = kept.json["verified"]["test"]["settings"]["objective"]
+    assert (objective["ttft"], objective["tpot"], objective["percent"]) == (3600, 3600, 99)
+    assert "whether objectives are kept, the trial says" in kept.err
+    missed = kvctl("recommend", str(gguf), *ASKED, "--slo", "ttft=1us", "--verify", "--json")
+    assert missed.code == 3
+    assert missed.json["verified"]["broken"] == [
+        "3 at once: 0.0% of requests keep ttft 0.001 ms, and 99% are asked for"
+    ]
+    # What does not fit is no matter of speed.
+    nothing = kvctl(
+        "recommend", str(gguf), *ASKED[:3], "cpu:64MiB", *ASKED[4:], "--slo", "ttft=1h", "--verify", "--json"
+    )
+    assert nothing.code == 3
+    assert "verified" not in nothing.json
+
+
 def test_a_log_of_less_than_was_promised_is_status_3(
     kvctl: Run, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
