@@ -219,6 +219,46 @@ def test_the_command_is_the_one_that_is_emitted(tmp_path: Path, monkeypatch: pyt
             proof.launch_of(LLAMA_CPP, Site(), more)
 
 
+@pytest.mark.parametrize(("device", "version", "told"), [
+    ("cpu:64GiB", None, True), ("cpu:64GiB", "b11434", True), ("M3Max:64GB", None, True), ("cpu:64GiB", "b6431", False), ("L4", None, False),
+])  # fmt: skip
+def test_prompts_that_ended_take_no_memory_that_was_planned_with(device: str, version: str | None, told: bool) -> None:
+    """llama-server keeps up to 8 GiB of them in host memory unless --cache-ram says otherwise; b6431 has no such option."""
+    from kvctl.recommend.emit.command import command
+
+    one = LLAMA_CPP.replace(
+        device=read_gpus(device)[0], engine=_engine(f"llama.cpp@{version}" if version else "llama.cpp"),
+        serving=LLAMA_CPP.serving.replace(prompt_cache=None),
+    )  # fmt: skip
+    assert (("--cache-ram", "0") in command(one, Site()).options) is told
+
+
+def test_a_model_of_this_machine_is_loaded_by_its_path(kvctl: Run, tmp_path: Path) -> None:
+    """Wherever the command is run: a folder's name alone would be looked for on the Hub."""
+    place = tmp_path / "my models" / "small"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    outcome = kvctl("recommend", str(place), "--engine", "vllm", "--gpu", "RTX4090", "--ctx", "4k", "--emit", "command")
+    assert outcome.code == 0, outcome.err
+    assert f"vllm serve '{place}'" in outcome.out
+    assert "--served-model-name small" in outcome.out
+
+
+def test_a_gguf_file_is_answered_as_it_is(kvctl: Run, gguf: Path) -> None:
+    """What it lost when it was made is part of the model; one request too many names what would fit."""
+    found = kvctl("recommend", str(gguf), *ASKED, "--json").json["answers"][0]["side"]
+    assert (found["settings"]["model"], found["settings"]["made"], found["loss"]["percent"]["mid"]) == (
+        str(gguf),
+        "stored",
+        0,
+    )
+    tight = kvctl(
+        "recommend", str(gguf), *ASKED[:3], "cpu:128MiB", *ASKED[4:-1], "64", "--max-quality-loss", "0", "--json"
+    )
+    assert tight.code == 3, tight.err
+    assert any(near["change"].startswith("--concurrency ") for near in tight.json["nearest"])
+
+
 def test_loads_are_of_usual_and_of_longest_requests() -> None:
     from kvctl.loadtest.capacity import Sizing
     from kvctl.loadtest.launch import Launch
