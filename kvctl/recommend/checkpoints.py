@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -128,7 +127,7 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     if plain:
         for weights, command in _MADE:
             if weights not in there and (weights != "awq" or _awq_makes(spec)):
-                out.append(Checkpoint(name, weights, "make", command.format(shlex.quote(name)), sized=weights))
+                out.append(Checkpoint(name, weights, "make", command.format(name), sized=weights))
     return tuple(out)
 
 
