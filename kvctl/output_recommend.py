@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvctl.options_recommend import Proof
     from kvctl.recommend.answers import Answer, Recommendation
     from kvctl.recommend.report import RecommendReport
+    from kvctl.recommend.request import Ask
     from kvctl.recommend.what_if import Side
 
 _FILES = {
@@ -69,8 +70,11 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
                 print_trial(Screen(), report.trial)
 
 
-def verified(report: RecommendReport, answer: int, proof: Proof, percent: float, *, quiet: bool) -> RecommendReport:
-    """The report with what came of one of its answers, which is started for that on this machine and ended again.
+def verified(
+    report: RecommendReport, answer: int, proof: Proof, ask: Ask, percent: float, *, quiet: bool
+) -> RecommendReport:
+    """The report with what came of one of its answers, which is started for that on this machine and ended again; `ask` has the
+    objectives.
 
     Raises:
         UsageError: it cannot be started here.
@@ -83,7 +87,7 @@ def verified(report: RecommendReport, answer: int, proof: Proof, percent: float,
 
     found = report.each[0]
     chosen = _chosen(found, answer)
-    ask, candidate = found.ask, chosen.judged.candidate
+    candidate = chosen.judged.candidate
     verify.check_here(candidate.deployment, candidate.checkpoint.how)
     launch = verify.launch_of(candidate.deployment, report.site_of(found), proof.more).replace(log=proof.log)
     launch = launch if proof.limit_s is None else launch.replace(limit_s=proof.limit_s)

@@ -345,7 +345,8 @@ def trial_table(trial: Trial) -> list[list[str]]:
 
 def trial_lines(trial: Trial) -> list[tuple[str, str]]:
     """What it comes to, with the style of each line."""
-    out = [("holds: nothing that is promised broke", "bold green")] if trial.holds else [("does not hold", "bold red")]
+    out = [("holds: nothing that is promised broke", "bold green")] if trial.holds else []
+    out += [("does not hold", "bold red")] if trial.broken else []
     out += [(f"   {line}", "red") for line in trial.broken]
     if trial.interrupted:
         out.append(("interrupted: this is what came until then", "yellow"))

@@ -184,3 +184,19 @@ def test_hybrids_are_estimated_within_four_per_cent(model: str, context: int, sl
     assert buffer.estimated
     assert "as if the architecture were Llama's" in buffer.rule
     assert buffer.bytes / MIB == pytest.approx(mib, rel=0.04)
+
+
+def test_what_the_server_itself_takes_of_a_host() -> None:
+    """Peaks of llama-server b11434 with SmolLM2-135M in Q4_1 (92.1 MiB), over load tests: MiB resident, of slots and their cache."""
+    keys = {"context_length": 8192, "embedding_length": 576, "block_count": 30, "attention.head_count": 9, "attention.head_count_kv": 3,
+            "rope.dimension_count": 64, "vocab_size": 49152, "feed_forward_length": 1536}  # fmt: skip
+    spec = spec_of("llama", keys)
+    for slots, cells, cache, peak in ((1, 768, 16.88, 160.0), (4, 1024, 22.5, 167.7), (8, 2048, 23.91, 174.2)):
+        serving = Serving(slots=slots, unified=False, flash_attention=True, device="cpu")
+        parts = memory.overheads(
+            spec, serving, dtype_bytes=2, device_bytes=0, gpu_name=None, version=None, context=cells
+        )
+        assert [part.name for part in parts] == ["process", "compute buffer"]
+        assert parts[0].estimated
+        beside = peak - 92.1 - cache
+        assert beside <= sum(part.bytes for part in parts) / MIB <= beside + 10

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -215,6 +219,46 @@ def test_the_command_is_the_one_that_is_emitted(tmp_path: Path, monkeypatch: pyt
             proof.launch_of(LLAMA_CPP, Site(), more)
 
 
+@pytest.mark.parametrize(("device", "version", "told"), [
+    ("cpu:64GiB", None, True), ("cpu:64GiB", "b11434", True), ("M3Max:64GB", None, True), ("cpu:64GiB", "b6431", False), ("L4", None, False),
+])  # fmt: skip
+def test_prompts_that_ended_take_no_memory_that_was_planned_with(device: str, version: str | None, told: bool) -> None:
+    """llama-server keeps up to 8 GiB of them in host memory unless --cache-ram says otherwise; b6431 has no such option."""
+    from kvctl.recommend.emit.command import command
+
+    one = LLAMA_CPP.replace(
+        device=read_gpus(device)[0], engine=_engine(f"llama.cpp@{version}" if version else "llama.cpp"),
+        serving=LLAMA_CPP.serving.replace(prompt_cache=None),
+    )  # fmt: skip
+    assert (("--cache-ram", "0") in command(one, Site()).options) is told
+
+
+def test_a_model_of_this_machine_is_loaded_by_its_path(kvctl: Run, tmp_path: Path) -> None:
+    """Wherever the command is run: a folder's name alone would be looked for on the Hub."""
+    place = tmp_path / "my models" / "small"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    outcome = kvctl("recommend", str(place), "--engine", "vllm", "--gpu", "RTX4090", "--ctx", "4k", "--emit", "command")
+    assert outcome.code == 0, outcome.err
+    assert f"vllm serve '{place}'" in outcome.out
+    assert "--served-model-name small" in outcome.out
+
+
+def test_a_gguf_file_is_answered_as_it_is(kvctl: Run, gguf: Path) -> None:
+    """What it lost when it was made is part of the model; one request too many names what would fit."""
+    found = kvctl("recommend", str(gguf), *ASKED, "--json").json["answers"][0]["side"]
+    assert (found["settings"]["model"], found["settings"]["made"], found["loss"]["percent"]["mid"]) == (
+        str(gguf),
+        "stored",
+        0,
+    )
+    tight = kvctl(
+        "recommend", str(gguf), *ASKED[:3], "cpu:128MiB", *ASKED[4:-1], "64", "--max-quality-loss", "0", "--json"
+    )
+    assert tight.code == 3, tight.err
+    assert any(near["change"].startswith("--concurrency ") for near in tight.json["nearest"])
+
+
 def test_loads_are_of_usual_and_of_longest_requests() -> None:
     from kvctl.loadtest.capacity import Sizing
     from kvctl.loadtest.launch import Launch
@@ -267,6 +311,30 @@ def test_an_answer_is_started_loaded_and_ended(
     shown = kvctl("recommend", str(gguf), *ASKED, "--verify")
     assert "holds: nothing that is promised broke" in shown.out
     assert kvctl("recommend", str(gguf), *ASKED, "--verify", "--format", "md").code == 0
+
+
+def test_objectives_of_a_machine_whose_speed_is_not_known_are_measured(
+    kvctl: Run, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = program(tmp_path / "bin", "llama-server").parent
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    assert kvctl("recommend", str(gguf), *ASKED, "--slo", "ttft=1h").code == 3  # nobody knows
+    kept = kvctl("recommend", str(gguf), *ASKED, "--slo", "ttft=1h,tpot=1h", "--verify", "--json")
+    assert kept.code == 0, kept.err
+    objective = kept.json["verified"]["test"]["settings"]["objective"]
+    assert (objective["ttft"], objective["tpot"], objective["percent"]) == (3600, 3600, 99)
+    assert "whether objectives are kept, the trial says" in kept.err
+    missed = kvctl("recommend", str(gguf), *ASKED, "--slo", "ttft=1us", "--verify", "--json")
+    assert missed.code == 3
+    assert missed.json["verified"]["broken"] == [
+        "3 at once: 0.0% of requests keep ttft 0.001 ms, and 99% are asked for"
+    ]
+    # What does not fit is no matter of speed.
+    nothing = kvctl(
+        "recommend", str(gguf), *ASKED[:3], "cpu:64MiB", *ASKED[4:], "--slo", "ttft=1h", "--verify", "--json"
+    )
+    assert nothing.code == 3
+    assert "verified" not in nothing.json
 
 
 def test_a_log_of_less_than_was_promised_is_status_3(
@@ -324,6 +392,46 @@ def test_another_failure_of_the_start_is_status_1(
     assert outcome.code == 1
     assert "quantized V cache requires flash_attn" in outcome.err
     assert gone(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_kvctl_ends_the_server(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    folder = program(tmp_path / "bin", "llama-server", "forks").parent
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    asked = [
+        sys.executable,
+        "-m",
+        "kvctl",
+        "recommend",
+        str(gguf),
+        "--engine",
+        "llama.cpp",
+        "--gpu",
+        "cpu:1GiB",
+        "--ctx",
+        "512",
+    ]
+    asked += ["--output-tokens", "4", "--rate", "1", "--verify", "--json"]
+    process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while not ((folder / "served").exists() and (folder / "served").read_text() not in ("", "1")):
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    assert gone(folder)
+    if number != signal.SIGKILL:
+        assert json.loads(out)["verified"]["test"]["interrupted"], err
+        assert not json.loads(out)["verified"]["holds"]
+        assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -262,4 +262,5 @@ def amount(value: float | Range | None, unit: str) -> str:
         return format_seconds(value)
     if unit == "share":
         return f"{value:.0%}"
-    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.3g}"
+    shown = f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.3g}"
+    return shown + {"tokens a second": " tok/s", "requests a second": " req/s"}.get(unit, "")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvctl.loadtest.report import ServeReport
     from kvctl.loadtest.tests import Done
     from kvctl.measure.run import Now
-    from kvctl.recommend.answers import Answer
+    from kvctl.recommend.answers import Answer, Known, Recommendation
     from kvctl.recommend.deployment import Deployment
     from kvctl.recommend.emit import Site
     from kvctl.recommend.request import Ask
@@ -66,6 +66,22 @@ def promised(answer: Answer, ask: Ask) -> Promised:
 
 def _share(found: Range, count: int) -> Range:
     return found if count == 1 else type(found)(found.low / count, found.mid / count, found.high / count)
+
+
+def answered(found: Recommendation, known: Known) -> Recommendation:
+    """Answers of which a trial has to say whether they keep objectives: where nothing but these stands in the way, and how fast this
+    machine is, is not known."""
+    from kvctl.recommend.answers import recommend
+
+    nearest = found.best_missing
+    if found.met or nearest is None or nearest.speed is not None:
+        return found
+    if not all(words.startswith(("TTFT: ", "TPOT: ")) for words in nearest.missed):
+        return found
+    again = recommend(found.ask.replace(ttft=None, tpot=None), known)
+    return again.replace(
+        notes=(*again.notes, f"{nearest.no_speed.partition(':')[0]}: whether objectives are kept, the trial says")
+    )
 
 
 # -- what is started -----------------------------------------------------------------------------
@@ -216,7 +232,8 @@ class Trial(Record):
 
     @property
     def holds(self) -> bool:
-        return not self.broken
+        """Whether nothing broke, and all of it was tried."""
+        return not self.broken and not self.interrupted
 
     @property
     def interrupted(self) -> bool:

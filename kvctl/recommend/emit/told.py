@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvctl.allocation import Serving
     from kvctl.recommend.deployment import Deployment
 
+_PROMPT_CACHE_SINCE = 7347
+"""The first of kvctl's builds of llama.cpp that has --cache-ram: it came after b6673."""
 _PLAIN = ("f32", "f16", "bf16")
 """Types of llama.cpp's cache that are not quantised."""
 
@@ -112,11 +114,14 @@ def _llama_cpp(deployment: Deployment, serving: Serving) -> Serving:
 
 
 def _prompt_cache(deployment: Deployment, serving: Serving) -> int | None:
-    """MiB for prompts of requests that ended. Without being told llama-server keeps up to 8 GiB of them in the host's memory: on a host
-    that is the memory that was planned with."""
+    """MiB for prompts of requests that ended. Without being told llama-server keeps up to 8 GiB of them in the host's memory (pull
+    request 16391, October 2025): without a GPU of its own memory that is what was planned with."""
     if serving.prefix_caching is False:
         return 0
-    return 0 if deployment.device.kind == "cpu" and serving.prompt_cache is None else serving.prompt_cache
+    device, version = deployment.device, deployment.engine.version
+    known = version is None or int(version.removeprefix("b")) >= _PROMPT_CACHE_SINCE
+    planned = known and (device.kind == "cpu" or device.unified)
+    return 0 if planned and serving.prompt_cache is None else serving.prompt_cache
 
 
 def _tensorrt_llm(deployment: Deployment, serving: Serving) -> Serving:
