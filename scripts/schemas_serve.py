@@ -265,6 +265,25 @@ PROMISE_ROWS = listed(
         },
     ),
 )
+VERIFIED = obj(
+    "With --verify of kvctl recommend: what came of an answer that was started on this machine.",
+    {
+        "answer": whole("Its number."),
+        "command": text("What was started."),
+        "refused": of(
+            ["string", "null"], "Why the engine did not start, where its cache is the reason; null where it did."
+        ),
+        "holds": flag("Whether no promise broke, and all was tried."),
+        "broken": listed("Promises that did, in words.", STRINGS),
+        "promised": PROMISED,
+        "rows": PROMISE_ROWS,
+        "notes": listed("What to know.", STRINGS),
+        "test": of(
+            ["object", "null"], "All of the test (schema kvctl.serve-test/1); null where the engine did not start."
+        ),
+    },
+)
+"""Beside the answers of a plan; not there without --verify."""
 COMPARE = document(
     "kvctl.serve-compare/1",
     "What kvctl serve-test --compare --json has as comparison",

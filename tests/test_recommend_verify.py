@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from conftest import Outcome
@@ -502,8 +503,13 @@ def test_a_server_that_does_not_keep_its_plan(kvctl: Run, plan: Path) -> None:
             return super()._act(number)
 
     with Losing(lambda number, asked: server.whole(asked)) as server:
-        outcome = kvctl("serve-test", server.url, "--plan", f"{plan}#1", "-n", "6", "--warmup", "2")
+        files = ("--junit", str(plan.with_name("cases.xml")), "--prometheus", str(plan.with_name("kvctl.prom")))
+        outcome = kvctl("serve-test", server.url, "--plan", f"{plan}#1", "-n", "6", "--warmup", "2", *files)
     assert outcome.code == 3
+    cases = ElementTree.parse(plan.with_name("cases.xml")).iter("testcase")
+    bad = {case.get("name") for case in cases if case.find("failure") is not None}
+    assert bad == {"plan: pushed out of the cache"}
+    assert 'kvctl_serve_test_plan_broken{engine="vllm",model="m"} 1.0' in plan.with_name("kvctl.prom").read_text()
     assert "plan: does not hold: pushed out of the cache" in outcome.out
     assert "pushed out of the cache" in outcome.err
 

@@ -1,4 +1,4 @@
-"""A load test as JUnit's XML, which CI servers read: a case for each load, for each objective, and for each gate."""
+"""A load test as JUnit's XML, which CI servers read: a case for each load, objective, promise of a plan, and gate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kvctl.units import format_seconds
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
+    from kvctl.loadtest.promised import Verified
+
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What no XML may hold: https://www.w3.org/TR/xml/#charsets."""
 
@@ -30,6 +32,8 @@ def junit(report: ServeReport, comparison: Comparison | None) -> bytes:
             suite.design(name, one)
     if report.limit is not None:
         suite.limit()
+    if (verified := report.verified) is not None:
+        suite.plan(verified)
     for matched in comparison.loads if comparison is not None else ():
         for check in matched.checks:
             case = suite.case(matched.name, f"{check.gate.words} against {comparison.earlier if comparison else ''}")
@@ -99,6 +103,14 @@ class _Suite:
         case = self.case(name, "found in the cache as designed")
         if (what := remarks.misses_design(one, self.report.server)) is not None:
             self.bad(case, "failure", "cache", what)
+
+    def plan(self, found: Verified) -> None:
+        """Whether each thing that was promised, and can be told, held."""
+        for row in found.rows:
+            if row.holds is not None:
+                case = self.case("plan", row.name)
+                if not row.holds:
+                    self.bad(case, "failure", "plan", row.words)
 
     def limit(self) -> None:
         """Whether the server bears one request at all: what breaks beyond is what was looked for."""

@@ -80,6 +80,11 @@ class Row(Record):
     holds: bool | None
     """None: neither way."""
 
+    @property
+    def words(self) -> str:
+        promised = "" if self.promised is None else f", and {amount(self.promised, self.unit)} promised"
+        return f"{self.name}: {amount(self.measured, self.unit)}{promised}"
+
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self._fields}
         promised = self.promised
@@ -120,17 +125,12 @@ def verify(promised: Promised, report: ServeReport) -> Verified:
         rows += _memory(promised, report.started)
     if report.outcomes:
         rows += _speed(promised, report.outcomes[0])
-    broken = [_words(row) for row in rows if row.holds is False]
+    broken = [row.words for row in rows if row.holds is False]
     broken += [one for one in report.objectives if one not in broken]
     notes = []
     if report.server and report.server["engine"] not in (promised.engine, "unknown"):
         notes.append(f"the plan is for {promised.engine}, and this server is {report.server['engine']}")
     return Verified(promised, tuple(rows), tuple(broken), tuple(notes))
-
-
-def _words(row: Row) -> str:
-    promised = "" if row.promised is None else f", and {amount(row.promised, row.unit)} promised"
-    return f"{row.name}: {amount(row.measured, row.unit)}{promised}"
 
 
 # -- requests -----------------------------------------------------------------------------------

@@ -89,6 +89,10 @@ def _families(report: ServeReport) -> Iterator[Metric]:
         borne = family("limit_requests", "The most requests at once that nothing broke at, of those that were tried.")
         borne.add_sample(borne.name, base, report.limit.borne or 0)
         yield borne
+    if (verified := report.verified) is not None:
+        broken = family("plan_broken", "Promises of the plan that do not hold.")
+        broken.add_sample(broken.name, base, float(len(verified.broken)))
+        yield broken
     failed = family("failed", "1 where a load came to nothing or was given up.")
     failed.add_sample(failed.name, base, float(bool(report.failed)))
     yield failed
