@@ -187,9 +187,13 @@ def read_site(
 ) -> Site:
     """Names and places of what is emitted."""
     from kvctl.recommend.emit import Site, named
+    from kvctl.recommend.emit.site import check
 
     plain = Site()
-    return Site(name or named(model), served, plain.port if port is None else port, host or plain.host, image, ray=ray)
+    site = Site(named(model) if name is None else name, served, plain.port if port is None else port, plain.host if host is None else host,
+                image, ray=ray)  # fmt: skip
+    check(site)
+    return site
 
 
 def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:

@@ -94,11 +94,10 @@ def _answer(screen: Screen, number: int, answer: Answer, ask: Ask, *, first: boo
     for note in one.candidate.notes:
         screen.line(f"   note: {note}", indent=9, style="yellow")
     if first:
-        from kvctl.recommend.emit.command import command
-        from kvctl.recommend.emit.script import lines
+        from kvctl.recommend.emit.script import script
 
         screen.line()
-        for line in lines(command(one.candidate.deployment, site)).splitlines():
+        for line in script(one.candidate.deployment, site).splitlines():
             screen.line(f"   {line}", style="cyan")
 
 

@@ -39,6 +39,14 @@ class GpuFacts(Record):
     note: str | None
 
     @property
+    def cuda_capability(self) -> float | None:
+        """The compute capability as a number; None for other makers' names of theirs (gfx942), and where it is not known."""
+        try:
+            return float(self.compute_capability or "")
+        except ValueError:
+            return None
+
+    @property
     def device_mib(self) -> int:
         """MiB of one device; what the maker calls GB are binary where no tool's figure is known."""
         return (self.memory_mib or self.nominal_gb * 1024) // self.dies

@@ -193,7 +193,10 @@ class Attempt:
         why, kind = "", "cache"
         while count:
             serving = Serving(
-                device="gpu" if self.split.gpus else "cpu", slots=count, unified=False, flash_attention=True
+                device="gpu" if self.split.gpus else "cpu",
+                slots=count,
+                flash_attention=True,
+                unified=False if self.engine.slots == "shared" else None,
             ).replace(**self.more)
             total = self.ask.context if self.engine.slots == "own" else count * self.length
             room = self.room(serving, total)

@@ -87,11 +87,11 @@ def asked_dict(ask: Ask, limit: float) -> dict[str, Any]:
 
 def side(answer: Answer, site: Site) -> Side:
     """What is compared of an answer."""
-    from kvctl.recommend.emit.command import command
+    from kvctl.recommend.emit.script import first
 
     one = answer.judged
     candidate, speed = one.candidate, one.speed
-    told = command(candidate.deployment, site)
+    told = first(candidate.deployment, site)
     figures = {} if speed is None else {
         name: found for name in ("ttft", "tpot", "output_rate", "request_rate") if math.isfinite((found := getattr(speed, name)).high)
     }  # fmt: skip

@@ -63,6 +63,10 @@ class Split(Record):
         return self.gpus * self.nodes
 
 
+OVER_NODES = ("vllm", "sglang")
+"""Engines whose own processes join several nodes."""
+
+
 def splits(engine: Engine, ask: Ask) -> Iterator[Split]:
     """Splits that are considered, those on the fewest GPUs first; whether the engine takes one is its planner's to say."""
     if not ask.gpus:
@@ -115,7 +119,9 @@ def _within(engine: Engine, ask: Ask) -> Iterator[Split]:
 
 
 def _over_nodes(engine: Engine, ask: Ask) -> Iterator[Split]:
-    """Splits over several nodes, all GPUs of each."""
+    """Splits over several nodes, all GPUs of each, of engines that kvctl can start so."""
+    if engine.name not in OVER_NODES:
+        return
     tensor = max((one for one in _tensors(ask.spec, ask.gpus) if ask.gpus % one == 0), default=1)
     for nodes in range(2, ask.nodes + 1):
         stages = nodes * (ask.gpus // tensor)

@@ -77,11 +77,10 @@ GGUF = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m")
 
 def capability(device: Device) -> float | None:
     """A GPU's CUDA capability; None where that is not known, or it is no such GPU."""
-    text = device.compute_capability or (device.facts.compute_capability if device.facts is not None else None)
     try:
-        return float(text) if text else None
-    except ValueError:  # gfx942
-        return None
+        return float(device.compute_capability or "")
+    except ValueError:
+        return device.facts.cuda_capability if device.facts is not None else None
 
 
 def vendor(device: Device) -> str:

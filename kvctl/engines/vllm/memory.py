@@ -264,7 +264,8 @@ def started(
     of latents, whose kernels before Hopper are Triton's."""
     if serving.block_size is None and serving.attention_backend is None and spec.keeps(LatentAttention, engine="vllm"):
         facts = facts_of(gpu_name or "", device_bytes)
-        if facts is not None and facts.compute_capability is not None and float(facts.compute_capability) < 9:
+        has = facts.cuda_capability if facts is not None else None
+        if has is not None and has < 9:
             serving = serving.replace(block_size=16)
     if serving.max_batched is not None:
         return serving

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvctl.recommend.advice.case import DEPENDS, NO, YES, Advice, Case, seconds, size
+from kvctl.recommend.takes import capability
 
 _CHUNKED = {"vllm": "--enable-chunked-prefill --max-num-batched-tokens N", "sglang": "--chunked-prefill-size N",
             "tensorrt-llm": "enable_chunked_prefill: true", "llama.cpp": "-b N -ub N", "transformers": "--cb-max-batch-tokens N"}  # fmt: skip
@@ -32,12 +33,12 @@ def flash(case: Case) -> list[Advice]:
         if heads
         else ""
     )
-    capability = device.compute_capability or (device.facts.compute_capability if device.facts is not None else None)
+    has = capability(device)
     how = "-fa on (a packed V cache needs it)" if case.engine == "llama.cpp" else None
     if device.kind != "gpu" and case.engine != "llama.cpp":
         return [Advice(technique, DEPENDS, f"{case.engine} has kernels of its own for a host{scores}", None, source)]
-    if capability is not None and float(capability) < FLASH:
-        because = f"{device.name} has compute capability {capability}, and {FLASH:g} is needed{scores}; engines take other kernels there"
+    if has is not None and has < FLASH:
+        because = f"{device.name} has compute capability {has:g}, and {FLASH:g} is needed{scores}; engines take other kernels there"
         return [Advice(technique, DEPENDS, because, how, source)]
     return [Advice(technique, YES, f"no matrix of scores is kept{scores}", how, source)]
 

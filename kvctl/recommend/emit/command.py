@@ -18,6 +18,7 @@ from kvctl.engines.spelling import spelled
 from kvctl.errors import UsageError
 from kvctl.recommend.emit import images, nodes
 from kvctl.recommend.emit.documents import document
+from kvctl.recommend.emit.site import bracketed
 from kvctl.recommend.emit.told import cache_types, cells, told
 from kvctl.record import Record
 
@@ -277,7 +278,7 @@ def _ollama(deployment: Deployment, serving: Serving, site: Site, place: Place) 
     words = spelled("ollama", serving)
     yes_or_no = {"on": "1", "off": "0"}
     variables = {
-        "OLLAMA_HOST": f"{place.host}:{site.port}",
+        "OLLAMA_HOST": f"{bracketed(place.host)}:{site.port}",
         "OLLAMA_CONTEXT_LENGTH": str(deployment.context),
         "OLLAMA_KV_CACHE_TYPE": cache_types(deployment)[0],
         **{name: yes_or_no.get(value, value) for name, value in words.variables},

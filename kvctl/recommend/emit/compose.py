@@ -11,6 +11,7 @@ from kvctl.errors import UsageError
 from kvctl.recommend.emit import images
 from kvctl.recommend.emit.containers import FILES, container
 from kvctl.recommend.emit.documents import document, title
+from kvctl.recommend.emit.site import bracketed
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
@@ -60,7 +61,7 @@ def _service(deployment: Deployment, site: Site, number: int) -> dict[str, Any]:
         "command": [word.replace("$", "$$") for word in one.arguments],
         # One without a value is passed on from the environment of `docker compose`.
         "environment": {**dict(one.variables), "HF_TOKEN": None},
-        "ports": [f"{site.host}:{port}:{site.port}"],
+        "ports": [f"{bracketed(site.host)}:{port}:{site.port}"],
         "volumes": [f"{site.folder}:{images.MODELS}"],
         "restart": "unless-stopped",
         "healthcheck": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
+from kvctl.recommend.space import OVER_NODES
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def check(deployment: Deployment, site: Site) -> None:
 
     """
     engine = deployment.engine
-    if deployment.nodes > 1 and engine.name not in ("vllm", "sglang"):
+    if deployment.nodes > 1 and engine.name not in OVER_NODES:
         raise UsageError(f"kvctl starts {engine.name} on one node, and this is for {deployment.nodes}",
                          hint="--engine vllm or --engine sglang")  # fmt: skip
     if deployment.nodes > 1 and engine.name == "vllm" and not site.ray and minor_of(engine.version) < _OWN_NODES_SINCE:

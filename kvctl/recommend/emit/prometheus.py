@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.engines.metrics import NAMES, TIMES, page_of
 from kvctl.errors import UsageError
 from kvctl.recommend.emit.documents import document, title
+from kvctl.recommend.emit.site import reached
 from kvctl.record import Record
 from kvctl.units import format_seconds
 
@@ -43,7 +44,7 @@ def prometheus(deployment: Deployment, site: Site, promise: Promise) -> str:
 
     """
     rules = [_rule(alert, site) for alert in alerts(deployment, site, promise)]
-    page, target = page_of(deployment.engine.name), f"{site.host}:{site.port}"
+    page, target = page_of(deployment.engine.name), f"{reached(site.host)}:{site.port}"
     note = (f"{title(deployment)}\nFor rule_files of prometheus.yml, beside\n  scrape_configs:\n  - job_name: {site.name}\n"
             f"    metrics_path: {page}\n    static_configs: [{{targets: ['{target}']}}]")  # fmt: skip
     return document({"groups": [{"name": site.name, "rules": rules}]}, comment=note)

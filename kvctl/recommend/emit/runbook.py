@@ -14,6 +14,7 @@ from kvctl.recommend.emit.documents import title
 from kvctl.recommend.emit.kubernetes import kubernetes, leader_worker_set
 from kvctl.recommend.emit.prometheus import Alert, alerts
 from kvctl.recommend.emit.script import script
+from kvctl.recommend.emit.site import reached
 from kvctl.recommend.emit.systemd import systemd
 from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
@@ -163,7 +164,7 @@ These lines are predicted; other numbers mean that the engine found more or less
 
 
 def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
-    url = f"http://{site.host}:{site.port}"
+    url = f"http://{reached(site.host)}:{site.port}"
     health = _code(
         f"curl --fail --silent --show-error {url}{health_of(deployment.engine.name)}\ncurl --silent {url}/v1/models"
     )

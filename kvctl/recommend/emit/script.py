@@ -39,6 +39,13 @@ def script(deployment: Deployment, site: Site) -> str:
     return "\n".join(blocks)
 
 
+def first(deployment: Deployment, site: Site) -> Command:
+    """The command of the server that answers: of several nodes, the first one's."""
+    if deployment.nodes == 1 or nodes.by_ray(deployment, site):
+        return command(deployment, site)
+    return command(deployment, site, Place(site.host, node=nodes.Node("0", f"${{{nodes.HEAD}:?}}")))
+
+
 def _by_ray(deployment: Deployment, site: Site) -> str:
     address = f"${{{nodes.HEAD}:?}}"
     others = plural(deployment.nodes - 1, "node")

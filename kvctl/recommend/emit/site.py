@@ -8,6 +8,8 @@ from kvctl.errors import UsageError
 from kvctl.record import Record
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*")
+_IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._/]*(:\d+/[-A-Za-z0-9._/]+)?(:[-A-Za-z0-9._]+)?(@sha256:[0-9a-f]{64})?")
 _LONGEST = 52
 """Kubernetes takes 63 letters, and a LeaderWorkerSet puts numbers of groups and pods behind a name."""
 
@@ -74,6 +76,20 @@ def check(site: Site) -> None:
     if not _NAME.fullmatch(site.name) or len(site.name) > _LONGEST:
         raise UsageError(f"{site.name[:60]!r} is no name of a service",
                          hint=f"at most {_LONGEST} of a-z, 0-9 and -, a letter first: {named(site.name)}")  # fmt: skip
+    for text, what in (
+        (site.served, "a model's name"),
+        (site.image, "an image"),
+        (site.secret, "a Secret"),
+        (site.claim, "a claim"),
+    ):
+        if text is not None and (not text.strip() or not text.isprintable() or len(text) > 500):
+            raise UsageError(f"{text[:60]!r} cannot be {what}", hint="printable letters, and at least one")
+    if site.image is not None and not _IMAGE.fullmatch(site.image):
+        raise UsageError(f"{site.image[:60]!r} is no name of an image", hint="registry/name:tag")
+    if not _is_host(site.host):
+        raise UsageError(
+            f"{site.host[:60]!r} is no address to listen on", hint="127.0.0.1, 0.0.0.0, ::1 or a host's name"
+        )
     if not 1 <= site.port <= 65535:
         raise UsageError(f"{site.port} is no port", hint="from 1 to 65535")
     for path in (site.folder, site.programs):
@@ -83,6 +99,27 @@ def check(site: Site) -> None:
         raise UsageError(f"{site.user[:40]!r} is no name of a user", hint="llm")
     if site.start_s < 10:
         raise UsageError(f"{site.start_s} seconds are too few to load a model", hint="at least 10")
+
+
+def _is_host(text: str) -> bool:
+    """Whether it is an address or a host's name."""
+    import ipaddress
+
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _HOST.fullmatch(text) is not None
+    return True
+
+
+def bracketed(host: str) -> str:
+    """An address as it stands before a colon and a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def reached(host: str) -> str:
+    """Where a server that listens there is asked, from its own machine: one that listens everywhere, at the machine's own address."""
+    return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
 
 
 def named(model: str) -> str:

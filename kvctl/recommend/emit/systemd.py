@@ -104,6 +104,10 @@ def _word(word: str) -> str:
 def _quoted(word: str) -> str:
     """% doubled, and in quotes as in C where it has to be."""
     plain = word.replace("%", "%%")
-    if not _QUOTED.intersection(plain):
+    if not _QUOTED.intersection(plain) and plain.isprintable():
         return plain
-    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    escaped = plain.replace("\\", "\\\\").replace('"', '\\"')
+    # A line end would end the directive, and begin one of its own.
+    return (
+        '"' + "".join(f"\\x{ord(char):02x}" if ord(char) < 32 or ord(char) == 127 else char for char in escaped) + '"'
+    )
