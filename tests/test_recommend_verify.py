@@ -494,6 +494,14 @@ def test_a_server_beside_its_plan(kvctl: Run, plan: Path, tmp_path: Path) -> Non
     assert "plan: holds: nothing that is promised broke" in shown.out
 
 
+def test_slots_of_a_plan_have_parts_of_their_own(kvctl: Run, gguf: Path) -> None:
+    """llama.cpp rounds every slot up to whole 256ths: three of 600 tokens are 3 x 768 cells."""
+    asked = (*ASKED[:4], "--ctx", "600", "--concurrency", "3", "--json")
+    found, _, _, command = proof.of_plan(kvctl("recommend", str(gguf), *asked).json, "plan.json", 1)
+    assert (found.tokens, found.held, found.engine) == (2304, 3, "llama.cpp")
+    assert "--ctx-size 1800" in command
+
+
 def test_a_server_that_does_not_keep_its_plan(kvctl: Run, plan: Path) -> None:
     lost = iter(range(10**6))  # one more at each look
 

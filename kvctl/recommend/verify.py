@@ -59,9 +59,15 @@ def promised(answer: Answer, ask: Ask) -> Promised:
         in_words(candidate), "", deployment.engine.name, ask.prompt, ask.answer, ask.context,
         None if ask.concurrency is None else -(-min(ask.concurrency, candidate.usual_at_once) // count),
         None if ask.rate is None else ask.rate / count,
-        candidate.at_once // count, None if candidate.capacity is None else candidate.capacity // count,
+        candidate.at_once // count,
+        _cells(deployment.serving.slots, ask.context) if candidate.capacity is None else candidate.capacity // count,
         stack.device - stack.headroom, stack.device if host else None, deployment.engine.name in _WHOLE, **ranges,
     )  # fmt: skip
+
+
+def _cells(slots: Any, context: int) -> int | None:
+    """Tokens of llama.cpp's cache, where every slot has a part of its own: whole 256ths. None of engines without slots."""
+    return slots * -(-context // 256) * 256 if isinstance(slots, int) and 0 < slots < 2**20 else None
 
 
 def _share(found: Range, count: int) -> Range:
@@ -288,6 +294,7 @@ def of_plan(data: Mapping[str, Any], where: str, number: int) -> tuple[Promised,
         concurrency = None if asked["concurrency"] is None else _whole(asked["concurrency"])
         rate, ttft, tpot = (None if asked[field] is None else _more(asked[field]) for field in ("rate", "ttft_seconds", "tpot_seconds"))  # fmt: skip
         alone = side.settings.get("replicas", 1) == 1
+        tokens_held = side.capacity or _cells(side.settings.get("slots"), tokens["context"]) if alone else None
         if (concurrency is None) == (rate is None):
             raise ValueError("requests at once, or a rate")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -296,7 +303,7 @@ def of_plan(data: Mapping[str, Any], where: str, number: int) -> tuple[Promised,
                           hint="name a file that kvctl recommend --json wrote") from None  # fmt: skip
     found = Promised(
         side.name, f"{where}#{number}", name, tokens["prompt_tokens"], tokens["output_tokens"], tokens["context"], concurrency, rate,
-        side.held or 0, side.capacity if alone else None, whole=name in _WHOLE,
+        side.held or 0, tokens_held, whole=name in _WHOLE,
         ttft=side.speed.get("ttft"), tpot=side.speed.get("tpot"), output_rate=side.speed.get("output_rate"),
         request_rate=side.speed.get("request_rate"),
     )  # fmt: skip
