@@ -241,7 +241,10 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     if kind == "best":
         words = {"throughput": "most output tokens a second", "latency": "shortest requests", "cost": "fewest GPUs or least money",
                  "context": "most tokens in the cache", "quality": "least loss"}[ask.goal]  # fmt: skip
-        out.append(f"{words} of all that meets the request")
+        if one.speed is None and ask.goal in ("throughput", "latency"):
+            out.append("meets the request, and needs least preparation; which is fastest is not known here")
+        else:
+            out.append(f"{words} of all that meets the request")
     elif kind == "ready to run":
         out.append("nothing has to be made first")
     elif kind == "cheaper":

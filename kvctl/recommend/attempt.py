@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvctl.allocation import MOST_SLOTS, Serving
+from kvctl.allocation import MOST_SLOTS, Part, Serving
 from kvctl.engines import Engine
 from kvctl.formats import CacheFormat
 from kvctl.ranks import Hardware
@@ -16,8 +16,11 @@ from kvctl.recommend.request import Ask
 from kvctl.recommend.space import Split
 from kvctl.room import Load, Rank, Room
 from kvctl.size import SizePlan, prepare
-from kvctl.units import format_bytes, plural
+from kvctl.units import GIB, format_bytes, plural
 
+HOST_PROCESSES = {"vllm": round(1.85 * GIB)}
+"""Bytes that an engine's processes take of a host beside weights and cache. vLLM 0.32 for CPUs with SmolLM2-135M: 2.13 GiB at its peak,
+0.25 of it weights and 0.04 cache; larger models take more for activations."""
 MOST_BATCHED = 256
 """Requests of one server where a rate is asked for, and nobody says how many come at once: what engines take on GPUs of
 less than 70 GiB without being told, and more than most caches hold."""
@@ -35,6 +38,8 @@ class Attempt:
         self.engine, self.checkpoint, self.split = engine, checkpoint, split
         self.kv_dtype, self.batch, self.more = kv_dtype, batch, more
         self.key: CacheFormat | None = None
+        self.beside: tuple[Part, ...] = ()
+        """What is taken of a host that no rule of the engine's counts."""
 
     @property
     def workers(self) -> int:
@@ -44,6 +49,13 @@ class Attempt:
     def rejection(self, kind: str, why: str) -> Rejection:
         return Rejection(kind, self.engine.name, self.checkpoint.weights, self.kv_dtype, self.split.ranks, why)
 
+    def _sized(self, serving: Serving) -> str | None:
+        """The format that weights are counted in: beside a budget for the cache nothing is assumed of what no source says."""
+        known = self.spec.weights is not None and self.spec.weights.bytes is not None
+        if self.checkpoint.sized is None and serving.kv_budget is not None and not known:
+            return self.checkpoint.weights
+        return self.checkpoint.sized
+
     def room(self, serving: Serving, context: int) -> Room:
         """The memory of one server that is started so."""
         device, count = self.ask.device, max(self.split.ranks, 1)
@@ -51,7 +63,7 @@ class Attempt:
             engine=self.engine,
             contexts=(context,),
             serving=serving,
-            weights_dtype=self.checkpoint.sized,
+            weights_dtype=self._sized(serving),
             hardware=Hardware((device,) * count),
             key=self.key,
             value=None if self.key is None else self.key.values or self.key,
@@ -165,18 +177,28 @@ class Attempt:
         """A server on a host, which is told how much memory its cache takes: what the requests need and a block that is set
         aside."""
         context, requests = self.ask.context, asked or 1
-        plain = self.serving(requests)
+        plain = self._shared(self.serving(requests))
         formats = self.room(plain.replace(kv_budget=1), context)
         _, allocation = formats.held(context, 1, plain)
         assert allocation is not None
-        free = self.ask.device.available_bytes - formats.weights[0]
+        self.beside = (
+            Part(
+                "processes",
+                HOST_PROCESSES.get(self.engine.name, 0),
+                True,
+                "what its processes had in tests, with torch",
+            ),
+        )
+        beside = self.beside[0].bytes
+        free = self.ask.device.available_bytes - formats.weights[0] - beside
         size = allocation.blocks_per_request * allocation.bytes_per_block
         requests = min(requests, (free - allocation.bytes_per_block) // size)
         if requests < 1:
             return self.rejection("cache", (
                 f"one request of {context:,} tokens takes {format_bytes(size)}, and weights of "
-                f"{format_bytes(formats.weights[0])} leave {format_bytes(max(0, free))} of {self.ask.device.name}"))  # fmt: skip
-        serving = self.serving(requests).replace(kv_budget=requests * size + allocation.bytes_per_block)
+                f"{format_bytes(formats.weights[0])} and {format_bytes(beside)} of its processes leave {format_bytes(max(0, free))} of "
+                f"{self.ask.device.name}"))  # fmt: skip
+        serving = self._shared(self.serving(requests)).replace(kv_budget=requests * size + allocation.bytes_per_block)
         room = self.room(serving, context)
         load = room.load(context, 1)
         if load.why:
@@ -269,7 +291,8 @@ class Attempt:
         each = load.kv[load.bottleneck]
         if not self.engine.slots:
             each *= -(-held // self.workers)
-        stack = Stack(rank.device.cuda_bytes, rank.weights, rank.parts, each, max(each, load.reserved(load.bottleneck)))
+        parts = (*rank.parts, *self.beside)
+        stack = Stack(rank.device.cuda_bytes, rank.weights, parts, each, max(each, load.reserved(load.bottleneck)))
         allocation = load.allocation
         capacity = None
         if allocation is not None and allocation.capacity_tokens is not None and load.pool:
@@ -291,7 +314,12 @@ class Attempt:
     def _notes(self, held: int, usual: int, stack: Stack, load: Load, replicas: int) -> Iterator[str]:
         asked = self.ask.concurrency
         if not self.split.gpus and not self.engine.slots:
-            yield f"what {self.engine.name} takes of a host beside weights and cache is not known"
+            seen = (
+                f", but for {format_bytes(self.beside[0].bytes)} of processes with a small model"
+                if self.beside and self.beside[0].bytes
+                else ""
+            )
+            yield f"what {self.engine.name} takes of a host beside weights and cache is not known{seen}"
         if asked is not None and usual * replicas < asked:
             wanted, beside = -(-asked // replicas), sum(part.bytes for part in stack.parts)
             each = load.kv[load.bottleneck] // (held if self.engine.slots else 1)

@@ -59,6 +59,14 @@ class Judged(Record):
         """Seconds of one request from its start to its end; infinite where that is not known."""
         return math.inf if self.speed is None or not self.speed.sustained else 1 / self.per_second
 
+    @property
+    def rate(self) -> float:
+        """Output tokens a second to count on: the likeliest, or where nobody measured the engine on the card, between that and the least."""
+        if self.speed is None:
+            return 0.0
+        found = self.speed.output_rate
+        return found.mid if self.speed.validated else math.sqrt(found.low * found.mid)
+
     @cached_property
     def per_second(self) -> float:
         speed = self.speed
@@ -220,12 +228,12 @@ def order(goal: str, one: Judged) -> tuple[float, ...]:
     """
     speed, candidate = one.speed, one.candidate
     lost = one.loss.percent.mid if one.loss.percent is not None else math.inf
-    rate = speed.output_rate.mid if speed is not None else 0.0
+    rate = one.rate
     money = one.cost.per_hour if one.cost.per_hour is not None else float(one.cost.gpus)
     late = speed.ttft.mid + speed.tpot.mid * 64 if speed is not None else math.inf
     goals: dict[str, tuple[float, ...]] = {
         "cost": (money, -_step(rate)),
-        "latency": (_step(one.total),),
+        "latency": (_step(one.total / (one.rate / speed.output_rate.mid if speed is not None and one.rate else 1.0)),),
         "throughput": (-_step(rate),),
         "context": (
             -_step(float(candidate.capacity or candidate.at_once * candidate.deployment.context)),
