@@ -133,13 +133,23 @@ def test_points_that_came_to_nothing_are_left_out(tmp_path: Path) -> None:
         load(profiled(path, profile(point(512, 8).replace(error="out of memory"))))
 
 
+def test_a_host(tmp_path: Path) -> None:
+    on_cpu = profiled(tmp_path / "p.json", profile(settings={"device": "cpu"}))
+    assert (
+        {one.card for one in load(on_cpu)}
+        == {one.card for one in load(served(tmp_path / "a.json") + "@cpu")}
+        == {"CPU"}
+    )
+    with pytest.raises(KvctlError, match="measured on a processor, and not on"):
+        load(on_cpu + "@H100")
+
+
 # -- what is refused ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        (profile(settings={"device": "cpu"}), "measured on a processor"),
         (profile(gpus=()), "does not say what GPU it was measured on"),
         (profile(gpus=({"name": "A card of tomorrow", "memory_bytes": 5},)), "A card of tomorrow is not in the table"),
         (profile(gpus=(H100, {"name": "NVIDIA H200", "memory_bytes": 150_754_820_096})), "several kinds of GPUs"),

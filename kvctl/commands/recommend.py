@@ -164,7 +164,7 @@ def recommend(
         typer.Option(
             "--calibrate",
             metavar="FILE",
-            help="Speeds measured on such hardware: what kvctl serve-test --save or kvctl profile --save wrote; FILE@H100 or FILE@2xH100 says on what, where the file does not. Repeatable.",
+            help="Speeds measured on such hardware: what kvctl serve-test --save or kvctl profile --save wrote; FILE@H100, FILE@2xH100 or FILE@cpu says on what, where the file does not. Repeatable.",
             show_default=False,
         ),
     ] = None,

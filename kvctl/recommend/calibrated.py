@@ -12,6 +12,7 @@ from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
 from kvctl.sources import jsonfile
 from kvctl.speed import ALIKE
 from kvctl.speed.calibrate import Measurement
+from kvctl.speed.host import NAME as HOST
 from kvctl.weight_formats import GGUF_BITS
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 512_000_000
 _HINT = "name a file that kvctl serve-test --save or kvctl profile --save wrote"
-_CARD = "--calibrate FILE@H100 says it, FILE@2xH100 for two of them"
+_CARD = "--calibrate FILE@H100 says it, FILE@2xH100 for two of them, FILE@cpu for this host"
 _PLAIN = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _TYPE = re.compile("|".join(sorted((re.escape(name) for name in GGUF_BITS), key=len, reverse=True)), re.I)
 
@@ -55,13 +56,15 @@ def load(text: str, specs: Sequence[ModelSpec] = ()) -> tuple[Measurement, ...]:
 
 
 def _named(text: str) -> tuple[str, tuple[Device, ...]]:
-    """The file, and the GPUs that are named behind it."""
+    """The file, and the GPUs, or the host, that are named behind it."""
     from kvctl.hardware import read_gpus
 
     path, mark, name = text.rpartition("@")
     if not mark or os.path.exists(text):
         return text, ()
     devices = tuple(read_gpus(name))
+    if devices and devices[0].kind == "cpu":
+        return path, devices
     if len({device.name for device in devices}) > 1 or not devices or devices[0].facts is None:
         raise UsageError(f"--calibrate: {name[:40]} is not one kind of GPU that is known", hint=_CARD)
     return path, devices
@@ -87,7 +90,6 @@ def _served(
 ) -> Iterator[Measurement]:
     if not devices:
         raise ConfigError(f"{where} does not say what GPU the server ran on", hint=_CARD)
-    assert devices[0].facts is not None
     from kvctl.loadtest.figures import SECOND
 
     said = [str(report.server.get("model") or "")]
@@ -115,7 +117,7 @@ def _served(
         cached = figures.cached / figures.with_cached if figures.with_cached else 0.0
         count += 1
         yield Measurement(
-            engine, devices[0].facts.name, spec, max(round(prompt), 1), max(round(answer), 1),
+            engine, _name(devices[0]), spec, max(round(prompt), 1), max(round(answer), 1),
             at_once, first or None, between or None, weights, len(devices), where, min(cached, max(prompt - 1, 0.0)),
         )  # fmt: skip
     if not count:
@@ -149,17 +151,23 @@ def _profiled(
         raise ConfigError(f"{where} has no point that was measured to its end", hint=_HINT)
 
 
+def _name(device: Device) -> str:
+    return HOST if device.kind == "cpu" or device.facts is None else device.facts.name
+
+
 def _card(report: ProfileReport, where: str, devices: Sequence[Device]) -> tuple[str, int]:
     """The card that it ran on, and how many."""
     from kvctl.hardware.table import facts_of
 
     device = str(report.settings.get("device") or report.environment.get("device") or "")
     if device == "cpu":
-        raise ConfigError(f"{where} was measured on a processor, of which no speed is predicted",
-                          hint="one that was measured on a GPU")  # fmt: skip
+        if devices and devices[0].kind != "cpu":
+            raise ConfigError(
+                f"{where} was measured on a processor, and not on {devices[0].name}", hint="--calibrate FILE"
+            )
+        return HOST, 1
     if devices:
-        assert devices[0].facts is not None
-        return devices[0].facts.name, len(devices)
+        return _name(devices[0]), len(devices)
     gpus = report.environment.get("gpus")
     names = set()
     for gpu in gpus if isinstance(gpus, list) else []:

@@ -13,6 +13,7 @@ from kvctl.recommend.prices import Cost, Prices, cost
 from kvctl.record import Record
 from kvctl.spec import Formats
 from kvctl.speed import Prepared, Range, Setup, Speed, prepare
+from kvctl.speed.host import FACTS, prepare_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,9 +132,9 @@ class Judge:
 
         deployment, split = candidate.deployment, candidate.split
         device = deployment.device
-        if device.kind == "cpu" or device.facts is None:
-            what = "a host's processor" if device.kind == "cpu" else device.name
-            raise ConfigError(f"how fast {what} is, is not known: --verify measures it")
+        host = device.kind == "cpu"
+        if device.facts is None and not host:
+            raise ConfigError(f"how fast {device.name} is, is not known: --verify measures it")
         if device.mig:
             raise ConfigError("how much of its card's speed a MIG slice has is not known")
         if candidate.offloaded and deployment.engine.slots:
@@ -146,11 +147,13 @@ class Judge:
             value = key.values or key
         weights = "f16" if deployment.engine.slots and deployment.weights in ("bf16", "fp16") else deployment.weights
         setup = Setup(
-            self.ask.spec, deployment.engine.name, device.facts, weights, Formats(self.dtype, key, value),
+            self.ask.spec, deployment.engine.name, device.facts or FACTS, weights, Formats(self.dtype, key, value),
             tensor=max(split.tensor // split.data, 1) if split.tensor > 1 else split.tensor,
             pipeline=split.gpus if deployment.engine.slots else split.pipeline, data=split.data, expert=split.data > 1, dealt=split.dealt,
             replicas=deployment.replicas, node=max(split.gpus, 1), batched=deployment.serving.max_batched, offloaded=candidate.offloaded // max(split.ranks, 1),
         )  # fmt: skip
+        if host:
+            return prepare_host(setup, self.measurements)
         return prepare(setup, calibration(setup, self.measurements))
 
     def _speed(self, candidate: Candidate, before: float) -> tuple[Speed | None, str]:
