@@ -366,7 +366,7 @@ def test_a_cache_that_is_too_small_to_start_is_status_3(
         "--engine",
         "vllm",
         "--gpu",
-        "cpu:1GiB",
+        "cpu:3GiB",
         "--ctx",
         "512",
         "--concurrency",

@@ -126,11 +126,9 @@ def weights(engine: Engine, device: Device, name: str) -> Takes | None:
         facts = device.facts
         rate = {"fp8": facts.fp8_tflops, "mxfp4": facts.fp4_tflops} if facts is not None else {}
         eight = name.startswith("fp8") and rate.get("fp8")
-        return (
-            found
-            if name in ("bf16", "fp16", "awq", "gptq") or eight or (name == "mxfp4" and rate.get("mxfp4"))
-            else None
-        )
+        # vLLM's fused_moe/oracle/mxfp4.py: gfx950 has the format, gfx942 unpacks it to 16 bits (moe_gemm_a16w4).
+        four = name == "mxfp4" and (rate.get("mxfp4") or (engine.name == "vllm" and rate.get("fp8")))
+        return found if name in ("bf16", "fp16", "awq", "gptq") or eight or four else None
     has = capability(device)
     return found if has is None or has >= found.least else None
 
@@ -138,7 +136,9 @@ def weights(engine: Engine, device: Device, name: str) -> Takes | None:
 def computes(takes: Takes, device: Device) -> bool:
     """Whether tensor cores compute in the format, or weights are unpacked on the way."""
     has = capability(device)
-    return vendor(device) == "AMD" or has is None or has >= takes.native
+    if vendor(device) == "AMD":
+        return takes.weights not in ("mxfp4", "nvfp4") or bool(device.facts is not None and device.facts.fp4_tflops)
+    return has is None or has >= takes.native
 
 
 def caches(engine: Engine, device: Device, spec: ModelSpec) -> tuple[str, ...]:
