@@ -51,10 +51,19 @@ def _parts(text: str) -> list[str]:
 def read_engines(text: str) -> tuple[Engine, ...]:
     """--engine any, or names between commas."""
     from kvctl.engines import engine
+    from kvctl.recommend.request import SERVERS
 
-    if text.strip().lower() == "any":
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if any(name.lower() == "any" for name in names):
         return ()
-    return tuple(engine(name) for name in (part.strip() for part in text.split(",")) if name)
+    if not names:
+        raise UsageError("--engine names none", hint="one of any, " + ", ".join(SERVERS) + ", ollama")
+    try:
+        return tuple(engine(name) for name in names)
+    except UsageError as error:
+        if "unknown engine" not in error.message:
+            raise
+        raise UsageError(error.message, hint="one of any, " + ", ".join(SERVERS) + ", ollama") from None
 
 
 def read_slo(text: str | None) -> tuple[float | None, float | None, float]:
@@ -212,6 +221,8 @@ def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
 
 def check_together(kinds: Sequence[str], output: str | None, answer: int, form: str) -> None:
     """Refuses what does not go together."""
+    if output is not None and not output.strip():
+        raise UsageError("-o names no folder", hint="--emit all -o DIR")
     if output is not None and not kinds:
         raise UsageError("-o is where --emit writes", hint="--emit all -o DIR")
     if output is None and (len(kinds) > 1 or kinds == ("all",)):

@@ -174,6 +174,8 @@ def emit_files(
         return
     from kvctl.files import write_whole
 
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UsageError(f"{folder[:200]} is a file", hint="-o names a folder, where each kind has a file")
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:

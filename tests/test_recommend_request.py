@@ -53,7 +53,7 @@ def test_engines_are_in_the_order_of_the_table_or_as_named() -> None:
     [
         ({"context": 65_536}, "65,536 tokens are more than the 40,960", "--set max_position_embeddings=65536"),
         ({"context": 2048, "prompt": 2000, "answer": 100}, "do not fit in 2,048", "--ctx 2100"),
-        ({"context": 2048, "prompt": 2048}, "do not fit", "--ctx 2049"),
+        ({"context": 2048, "prompt": 2048}, "leaves no room for an answer", "--ctx 2049"),
         ({"context": 0}, "--ctx: 0 tokens", "at least 1"),
         ({"context": 1}, "has no answer", "--ctx 2"),
         ({"concurrency": 0}, "--concurrency 0", "from 1"),

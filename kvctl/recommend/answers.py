@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FASTER = 0.9
 """Share of the best's time that another way has to stay under to count as faster."""
+LESS = 0.75
+"""Share of the best's cost that another way has to stay under to count as cheaper; half as many tokens for it are the least."""
 FULL = 0.85
 """Share of the pool from which on the cache is what binds first."""
 
@@ -199,7 +201,7 @@ def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
     made = best.candidate.deployment.made == "make"
     kinds: tuple[tuple[str, str, Callable[[Judged], bool]], ...] = (
         ("ready to run", ask.goal, lambda one: made and one.candidate.deployment.made != "make"),
-        ("cheaper", "cost", lambda one: _money(one) < _money(best)),
+        ("cheaper", "cost", lambda one: _money(one) <= LESS * _money(best) and _worth(one) >= _worth(best) / 2),
         ("faster", "latency", lambda one: one.total < FASTER * best.total),
         ("higher quality", "quality", lambda one: _lost(one) < _lost(best) - 0.05),
         ("more throughput", "throughput", lambda one: _rate(one) > _rate(best) / FASTER),
@@ -209,8 +211,8 @@ def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
     for kind, goal, differs in kinds:
         if len(chosen) == 3:
             break
-        taken = {one.place for _, one in chosen}
-        others = [one for one in good if one.place not in taken and differs(one)]
+        taken = {in_words(one.candidate) for _, one in chosen}
+        others = [one for one in good if in_words(one.candidate) not in taken and differs(one)]
         if others:
             chosen.append((kind, min(others, key=lambda one: order(goal, one))))
     return tuple(_answer(kind, one, best, ask) for kind, one in chosen)
@@ -218,6 +220,11 @@ def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
 
 def _money(one: Judged) -> float:
     return one.cost.per_hour if one.cost.per_hour is not None else float(one.cost.gpus)
+
+
+def _worth(one: Judged) -> float:
+    """Output tokens for the money, or for a GPU; 1 where no speed is known."""
+    return one.rate / _money(one) if one.speed is not None and _money(one) else 1.0
 
 
 def _lost(one: Judged) -> float:

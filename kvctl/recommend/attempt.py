@@ -97,21 +97,20 @@ class Attempt:
         if not self.split.gpus:
             return self._on_host(asked, replicas)
         context, requests = self.ask.context, asked or MOST_BATCHED
-        serving = self._shared(self.serving(requests))
-        room = self.room(serving, context)
-        load = room.load(context, 1)
-        held, usual = self._held(room, load)
-        if load.why or not held:
-            return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load))
-        if usual < requests:
-            # More than fit would only push each other out: they wait instead.
-            requests = usual
+        tried: set[int] = set()
+        while True:
             serving = self._shared(self.serving(requests))
             room = self.room(serving, context)
             load = room.load(context, 1)
             held, usual = self._held(room, load)
             if load.why or not held:
                 return self.rejection("weights" if load.budget <= 0 else "cache", self._why(load))
+            tried.add(requests)
+            # More than fit would only push each other out: they wait instead; and a smaller batch leaves more for the cache.
+            fitting = min(usual, asked or MOST_BATCHED)
+            if fitting == requests or (fitting > requests and fitting in tried):
+                break
+            requests = fitting
         serving = self._told(room, load)
         return self._candidate(room, load, serving, min(held, requests), min(usual, requests), replicas)
 
@@ -308,7 +307,7 @@ class Attempt:
             asked=asked,
             offloaded=self._offloaded(room),
             native=how is not None and takes.computes(how, ask.device),
-            notes=tuple(self._notes(held, usual, stack, load, replicas)),
+            notes=(*self._notes(held, usual, stack, load, replicas), *_doubts(room, load)),
         )
 
     def _notes(self, held: int, usual: int, stack: Stack, load: Load, replicas: int) -> Iterator[str]:
@@ -330,3 +329,12 @@ class Attempt:
         if held < usual:
             yield (f"all as long as {self.ask.context:,} tokens, {held * replicas:,} run at once: of {usual * replicas:,} usual ones "
                    "some may be pushed out and start again")  # fmt: skip
+
+
+def _doubts(room: Room, load: Load) -> Iterator[str]:
+    """What `kvctl size` would warn of, and what it had to assume of the weights."""
+    if load.allocation is not None:
+        yield from load.allocation.warnings
+    for guess in room.guesses:
+        if "as if" in guess or "equal share" in guess:
+            yield f"estimated: {guess}"

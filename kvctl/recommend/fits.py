@@ -31,7 +31,9 @@ def search(ask: Ask) -> Found:
 class Search:
     """One request's space, walked."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, *, widest: bool = False) -> None:
+        """`widest`: as many replicas alone as there is room for; with fewer each has more to do."""
+        self.widest = widest
         # Once, so that what is kept of the model is found again.
         self.ask = ask = ask.replace(spec=completed(ask.spec))
         dtype = ask.spec.dtype
@@ -129,7 +131,10 @@ class Search:
         asked, first = self.ask.concurrency, True
         if enough.get((name, 0), split.ranks) < split.ranks and space.staged(split, self.ask):
             return
-        for count in reversed(space.replicas(split, self.ask)):
+        counts = space.replicas(split, self.ask)
+        if self.widest and asked is None:
+            counts = counts[-1:]
+        for count in reversed(counts):
             if engine.slots and enough.get((name, count), split.ranks) < split.ranks:
                 continue
             requests = MOST_BATCHED if asked is None else -(-asked // count)

@@ -75,7 +75,7 @@ def nearest(ask: Ask, allowed: Allowed = anything, lack: Lack | None = None) -> 
 
 def holding(ask: Ask, allowed: Allowed = anything) -> Candidate | None:
     """The first candidate that holds all that is asked for."""
-    return next((one for one in Search(ask).walk() if not one.queues and allowed(ask, one)), None)
+    return next((one for one in Search(ask, widest=True).walk() if not one.queues and allowed(ask, one)), None)
 
 
 def formats(ask: Ask, lossy: Allowed | None) -> Near | None:

@@ -108,6 +108,8 @@ def ask(
         if concurrency is None and rate is None and load.rate is not None:
             rate = load.rate
             notes.append(f"{heard.name}: {rate:.3g} requests a second; --rate or --concurrency names another load")
+    if not spec.layers:
+        raise UsageError(f"{spec.id} has no layers", hint="--set num_hidden_layers=0 leaves nothing to serve")
     context, prompt, answer = _lengths(spec, context, prompt, answer, notes)
     if shared is not None:
         reuse = _shared(shared, prompt)
@@ -188,9 +190,15 @@ def _lengths(
             hint=f"--ctx {spec.max_context}, or, where the model was made to be stretched, "
             f"--set max_position_embeddings={context} with the engine's own rope scaling",
         )
-    if both > context or (both == context and not (prompt and answer)):
+    if not (prompt and answer) and both >= context:
+        what, rest = ("a prompt", "an answer") if prompt else ("an answer", "a prompt")
+        raise UsageError(
+            f"{what} of {both:,} tokens leaves no room for {rest} in {context:,}",
+            hint=f"--ctx {both + 1}, or a shorter one",
+        )
+    if both > context:
         raise UsageError(f"a prompt of {prompt or 0:,} tokens and an answer of {answer or 0:,} do not fit in {context:,}",
-                         hint=f"--ctx {both if prompt and answer else both + 1}, or shorter ones")  # fmt: skip
+                         hint=f"--ctx {both}, or shorter ones")  # fmt: skip
     if prompt is None and answer is None:
         if context < 2:
             raise UsageError("a request of one token has no answer", hint="--ctx 2 or more")
