@@ -362,7 +362,9 @@ def read_model(
     from kvctl.model import build_spec, parse_overrides
     from kvctl.sources import resolve
 
-    found = resolve(name or DEFAULT_MODEL, source=source if name else "catalogue", revision=revision)
+    found = resolve(
+        DEFAULT_MODEL if name is None else name, source="catalogue" if name is None else source, revision=revision
+    )
     return build_spec(found, parse_overrides(overrides))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schema_parts import STRINGS, VERSION, document, flag, listed, maybe, number, obj, of, text, whole
+from schemas_serve import VERIFIED
 
 RANGE = obj(
     "A figure and what it lies between, nine times of ten.",
@@ -129,7 +130,9 @@ RECOMMEND = document(
         "best_missing": maybe(obj("What comes nearest to the request on this hardware.", {"with": text("In words."), "misses": listed("What it misses.", STRINGS)})),
         "advice": listed("Every technique's place in the case of the best answer.", ADVICE),
         "notes": listed("What was assumed.", STRINGS),
+        "verified": VERIFIED,
     },
+    optional=("verified",),
 )  # fmt: skip
 ROW = obj(
     "The best answer of one model on one kind of hardware.",

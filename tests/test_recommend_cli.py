@@ -153,3 +153,76 @@ def test_a_damaged_plan_is_refused(kvctl: Run, tmp_path: Path) -> None:
         assert outcome.code in (1, 2)
         assert "Traceback" not in outcome.err
         assert "internal" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("openai/gpt-oss-120b", "--gpu", "MI300X", "--ctx", "32k", "--concurrency", "64"),
+        ("deepseek-ai/DeepSeek-R1", "--gpu", "8xH100", "--nodes", "2", "--ctx", "32k", "--concurrency", "64"),
+        ("meta-llama/Llama-3.1-405B-Instruct", "--gpu", "4xH100", "--nodes", "3", "--ctx", "8k", "--concurrency", "4"),
+        ("Qwen/Qwen3-8B", "--gpu", "H100", "--ctx", "8k", "--engine", "ollama"),
+        ("Qwen/Qwen3-8B", "--gpu", "M3 Max", "--ctx", "8k"),
+        ("Qwen/Qwen3-8B", "--gpu", "RX 7900 XTX", "--ctx", "8k"),
+        ("Qwen/Qwen3-8B", "--gpu", "cpu:64GiB", "--ctx", "8k"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_hardware_and_engine_is_answered(kvctl: Run, argv: tuple[str, ...]) -> None:
+    outcome = kvctl("recommend", *argv, "--json")
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    valid(document)
+    assert document["answers"]
+    assert all(answer["side"]["memory"].get("weights", 0) > 0 for answer in document["answers"])
+    assert kvctl("recommend", *argv, "--explain").code == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--served-name", "x\nExecStartPre=/bin/touch x"),
+        ("--served-name", ""),
+        ("--name", ""),
+        ("--image", 'foo:bar"; evil'),
+        ("--host", "a b;id"),
+        ("--host", ""),
+        ("--port", "0"),
+    ],
+)
+def test_what_could_not_stand_in_a_file_is_refused(kvctl: Run, given: tuple[str, str]) -> None:
+    outcome = kvctl(*BASE, "--engine", "vllm", *given, "--emit", "systemd")
+    assert outcome.code == 2
+    assert "hint:" in outcome.err
+    assert not outcome.out
+
+
+def test_addresses_stand_in_brackets_where_a_port_follows(kvctl: Run) -> None:
+    def text(host: str, kind: str) -> str:
+        return kvctl(*BASE, "--engine", "vllm", "--host", host, "--emit", kind).out
+
+    assert "'[::1]:8000:8000'" in text("::1", "compose")
+    assert "[::1]:8000" in text("::", "alerts")
+    # One that listens everywhere is asked at the machine's own address.
+    assert "http://127.0.0.1:8000" in text("0.0.0.0", "runbook")
+
+
+def test_an_empty_model_is_no_model(kvctl: Run) -> None:
+    outcome = kvctl("recommend", "", "--gpu", "H100")
+    assert outcome.code == 2
+    assert "empty" in outcome.err
+
+
+def test_an_8_bit_cache_without_scales_is_said(kvctl: Run) -> None:
+    text = kvctl(
+        "recommend",
+        "Llama-3.3-70B-Instruct",
+        "--gpu",
+        "2xH100",
+        "--ctx",
+        "16k",
+        "--concurrency",
+        "16",
+        "--engine",
+        "vllm",
+    ).out
+    assert "no scales for an fp8 cache" in text

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from shlex import quote
 from typing import Any
 
 from kvctl.errors import ConfigError, KvctlError
@@ -150,7 +151,7 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
                         name,
                         weights,
                         "make",
-                        f"kvctl quantize {name} --weights {way} -o {made_at(name, weights)}",
+                        f"kvctl quantize {quote(name)} --weights {way} -o {quote(made_at(name, weights))}",
                         sized=weights,
                     )
                 )
@@ -163,17 +164,17 @@ def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
         return (Checkpoint(loaded_from(spec), "gguf", "stored", "the file itself", spec.provenance.location),)
     stored = stored_format(spec)
     if stored == "mxfp4":
-        how = f"convert_hf_to_gguf.py {loaded_from(spec)} --outfile {made_at(spec.id, 'mxfp4')} keeps MXFP4 as it is"
+        how = f"convert_hf_to_gguf.py {quote(loaded_from(spec))} --outfile {quote(made_at(spec.id, 'mxfp4'))} keeps MXFP4 as it is"
         return (Checkpoint(spec.id, "mxfp4", "make", how),)
     plain = stored in ("bf16", "fp16")
     if stored is None or not (plain or stored.startswith("fp8")):
         return ()
     out = []
     for name in GGUF:
-        first = made_at(spec.id, "bf16")
-        how = f"convert_hf_to_gguf.py {loaded_from(spec)} --outtype bf16 --outfile {first}"
+        first = quote(made_at(spec.id, "bf16"))
+        how = f"convert_hf_to_gguf.py {quote(loaded_from(spec))} --outtype bf16 --outfile {first}"
         if name != "bf16":
-            how += f" && llama-quantize {first} {made_at(spec.id, name)} {name.upper()}"
+            how += f" && llama-quantize {first} {quote(made_at(spec.id, name))} {name.upper()}"
         sized = (None if plain else "bf16") if name == "bf16" else name
         out.append(Checkpoint(spec.id, name, "make", how, sized=sized))
     return tuple(out)
