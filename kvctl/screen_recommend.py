@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvctl.screen_lines import Row, Screen
     from kvctl.speed import Range
 
+_REASONS = 8
 _VERDICTS = {"yes": "green", "no": "dim", "depends": "yellow"}
 
 
@@ -97,8 +98,14 @@ def _answer(screen: Screen, number: int, answer: Answer, ask: Ask, *, first: boo
         from kvctl.recommend.emit.script import script
 
         screen.line()
-        for line in script(one.candidate.deployment, site).splitlines():
+        deployment = one.candidate.deployment
+        for line in script(deployment.replace(replicas=1), site).splitlines():
             screen.line(f"   {line}", style="cyan")
+        if deployment.replicas > 1:
+            screen.line(
+                f"   # and {plural(deployment.replicas - 1, 'server')} more like it, on ports and GPUs of their own: --emit command",
+                style="cyan",
+            )
 
 
 def figures(one: Judged, ask: Ask) -> list[tuple[str, str, str]]:
@@ -272,8 +279,11 @@ def _nothing(screen: Screen, found: Recommendation) -> None:
         for line in (*one.missed, *one.candidate.notes):
             screen.line(f"      {line}", indent=6)
     elif found.rejections:
-        for line in rejected_lines(found)[:6]:
+        lines = rejected_lines(found)
+        for line in lines[:_REASONS]:
             screen.line(f"   {line}", indent=3)
+        if len(lines) > _REASONS:
+            screen.line(f"   and {plural(len(lines) - _REASONS, 'reason')} more, with --explain", style="dim")
     if found.nearest:
         screen.line()
         screen.line("what would:", style="bold")

@@ -123,7 +123,7 @@ RECOMMEND = document(
         "fitting": whole("That start and hold a request."),
         "nearest": listed(
             "Where nothing meets the request: the nearest requests that something does.",
-            obj("A change.", {"direction": text("rate, gpus, gpu, context, requests, formats, engine or model."), "change": text("What to change."),
+            obj("A change.", {"direction": text("rate, gpus, gpu, host, context, requests, formats, engine or model."), "change": text("What to change."),
                               "with": text("What then meets it.")}),
         ),
         "impossible": listed("Objectives that nothing meets even with one request alone.", STRINGS),

@@ -370,7 +370,8 @@ def test_a_shell_runs_exactly_these_words(name: str, tmp_path: Path) -> None:
         (tmp_path / program).write_text(FAKE)
         (tmp_path / program).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WORDS": str(tmp_path / "words"), "HEAD_ADDRESS": "10.0.0.1"}
-    (tmp_path / "run.sh").write_text(emit("command", deployment, SITE))
+    # Servers side by side are started one after another here: they write into one file.
+    (tmp_path / "run.sh").write_text(emit("command", deployment, SITE).replace(" &\n", "\n"))
     ran = subprocess.run(
         ["/bin/sh", "-eu", "run.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
@@ -380,6 +381,8 @@ def test_a_shell_runs_exactly_these_words(name: str, tmp_path: Path) -> None:
     if deployment.nodes == 1:
         places = [Place("127.0.0.1")]
     wanted = [command(deployment, SITE, place) for place in places]
+    if deployment.replicas > 1:
+        wanted = [command(deployment, SITE.replace(port=SITE.port + number)) for number in range(deployment.replicas)]
     assert found == [[*one.program, *one.arguments] for one in wanted]
     for file, text in wanted[0].files:
         assert (tmp_path / file).read_text() == text
@@ -444,7 +447,7 @@ def test_nodes_of_sglang() -> None:
         ("kubernetes", VLLM_NODES, "one node each"),
         ("kubernetes", CASES["llama.cpp-mac"], "a Mac does not reach its GPU"),
         ("systemd", CASES["llama.cpp-mac"], "no systemd"),
-        ("lws", VLLM, "several nodes, and this is for one"),
+        ("lws", VLLM, "for a server over several nodes"),
         ("lws", TENSORRT_LLM.replace(nodes=2, gpus=1), "on one node, and this is for 2"),
         ("command", LLAMA_CPP_GPU.replace(nodes=2), "on one node"),
         ("command", VLLM.replace(engine=engine("ideal")), "no engine that can be started"),

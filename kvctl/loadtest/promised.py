@@ -126,6 +126,8 @@ def verify(promised: Promised, report: ServeReport) -> Verified:
     if report.outcomes:
         rows += _speed(promised, report.outcomes[0])
     broken = [row.words for row in rows if row.holds is False]
+    if not any(one.figures.good for one in report.outcomes):
+        broken.append("no request has been answered: nothing was measured that promises could be held to")
     broken += [one for one in report.objectives if one not in broken]
     notes = []
     if report.server and report.server["engine"] not in (promised.engine, "unknown"):

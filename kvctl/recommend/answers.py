@@ -122,7 +122,7 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
 
 
 _TRIED = 8
-"""Candidates, the nearest to the request first, that lower rates are tried with."""
+"""Candidates, those that serve most first, that lower rates are tried with."""
 
 
 def _slower(ask: Ask, known: Known, ranked: Sequence[Judged]) -> tuple[Near, ...]:
@@ -130,7 +130,14 @@ def _slower(ask: Ask, known: Known, ranked: Sequence[Judged]) -> tuple[Near, ...
     if ask.rate is None:
         return ()
     best: tuple[float, Candidate] | None = None
-    for one in [one for one in ranked if one.speed is not None][:_TRIED]:
+    able = [
+        one
+        for one in ranked
+        if one.speed is not None
+        and not one.candidate.queues
+        and not any(line.startswith("quality") for line in one.missed)
+    ]
+    for one in sorted(able, key=lambda one: -_served(one))[:_TRIED]:
         low, high = best[0] if best is not None else 0.0, ask.rate
         while high - low > 0.005 * high and high > 1e-4:
             rate = (low + high) / 2
@@ -143,6 +150,11 @@ def _slower(ask: Ask, known: Known, ranked: Sequence[Judged]) -> tuple[Near, ...
     step = 10.0 ** (math.floor(math.log10(best[0])) - 1)
     rate = math.floor(best[0] / step) * step
     return (Near("rate", f"--rate {rate:.6g}", ask.replace(rate=rate), best[1]),)
+
+
+def _served(one: Judged) -> float:
+    """Requests a second that it can serve, by the likeliest figure."""
+    return one.speed.request_rate.mid if one.speed is not None else 0.0
 
 
 def _lack(ask: Ask, known: Known, ranked: Sequence[Judged]) -> Lack:
@@ -246,12 +258,14 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     candidate, deployment = one.candidate, one.candidate.deployment
     out = []
     if kind == "best":
-        words = {"throughput": "most output tokens a second", "latency": "shortest requests", "cost": "fewest GPUs or least money",
+        words = {"throughput": "most output tokens a second", "latency": "the shortest time of a request", "cost": "fewest GPUs or least money",
                  "context": "most tokens in the cache", "quality": "least loss"}[ask.goal]  # fmt: skip
+        if ask.rate is not None and one.speed is not None and ask.goal == "throughput":
+            words = "serves all that comes, with the fewest GPUs"
         if one.speed is None and ask.goal in ("throughput", "latency"):
             out.append("meets the request, and needs least preparation; which is fastest is not known here")
         else:
-            out.append(f"{words} of all that meets the request")
+            out.append(f"{words}{'' if words.startswith('serves') else ' of all that meets the request'}")
     elif kind == "ready to run":
         out.append("nothing has to be made first")
     elif kind == "cheaper":
@@ -265,15 +279,27 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     if candidate.asked is not None:
         out.append(f"holds {plural(candidate.at_once, 'request')} of {ask.context:,} tokens at once")
     else:
-        out.append(f"holds {plural(candidate.usual_at_once, 'usual request')} at once")
+        out.append(f"has room for {plural(candidate.usual_at_once, 'usual request')} at once")
+        if one.speed is not None and one.speed.sustained:
+            out.append(
+                f"{plural(math.ceil(one.speed.concurrency), 'request')} at once are in service at {ask.rate:g} a second"
+            )
     if deployment.made == "make":
         out.append(f"first: {candidate.checkpoint.how}")
     elif deployment.made == "load":
         out.append(candidate.checkpoint.how)
     elif candidate.checkpoint.name not in (deployment.base, loaded_from(ask.spec)):
-        out.append(f"loads {deployment.model}, {candidate.checkpoint.source}")
+        named = deployment.model in candidate.checkpoint.source
+        out.append(
+            f"loads {deployment.model}, a published checkpoint" + ("" if named else f" ({candidate.checkpoint.source})")
+        )
     if one.meets and not one.sure:
-        out.append("meets the request at its likeliest figures, not at the far end of all ranges")
+        timed = (
+            "its times may be missed"
+            if ask.ttft is not None or ask.tpot is not None
+            else "its formats may lose more than is allowed"
+        )
+        out.append(f"meets the request at its likeliest figures; at the far end of the ranges {timed}")
     return out
 
 
@@ -288,16 +314,18 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
     # Where an engine allocates for the workload, what is free could be cache, too.
     room = stack.pool + (max(stack.headroom, 0) if candidate.capacity is None else 0)
     used = stack.kv / room if room else 1.0
+    if ask.rate is not None and one.speed is not None:
+        # As many are in service as come and stay, not as many as would have room.
+        count = math.ceil(one.speed.concurrency)
+        used *= one.speed.concurrency / max(candidate.usual_at_once, 1)
     if candidate.queues or used >= FULL:
-        words = (
-            f"the cache: {format_bytes(stack.kv)} of {format_bytes(room)} are promised to {plural(count, 'request')}"
-        )
+        words = f"the cache: {format_bytes(round(used * room))} of {format_bytes(room)} are promised to {plural(count, 'request')}"
         quarter = candidate.deployment.kv_dtype in ("auto",)
         return words, "a cache in 8 bits holds about twice as much" if quarter else "more GPUs, or shorter requests"
     if one.speed is None:
         return "not known: its speed is not", "--verify measures it"
     bound = one.speed.decode_bound
-    spare = f"; the cache would hold {room / max(stack.kv, 1):.1f} times as much"
+    spare = f"; the cache would hold {1 / used:.1f} times as much" if used > 0 else ""
     more = {
         "weights": (
             "reading weights in every step",
@@ -354,7 +382,8 @@ def in_words(candidate: Candidate) -> str:
         where = f"on {plural(deployment.all_gpus, 'GPU')}"
         parts = [f"TP {split.tensor}"] if split.tensor > 1 else []
         parts += [f"PP {split.pipeline}"] if split.pipeline > 1 else []
-        parts += [f"attention on {split.data} ranks of their own, experts spread"] if split.data > 1 else []
+        spread = ", experts spread" if deployment.serving.expert_parallel else ""
+        parts += [f"attention on {split.data} ranks of their own{spread}"] if split.data > 1 else []
         parts += [f"DCP {split.dealt}"] if split.dealt > 1 else []
         parts += [f"{deployment.replicas} replicas"] if deployment.replicas > 1 else []
         where += f" ({', '.join(parts)})" if parts else ""

@@ -130,7 +130,8 @@ def memory(candidate: Candidate) -> dict[str, int]:
     out = {"weights": stack.weights}
     for part in stack.parts:
         out[named(part)] = out.get(named(part), 0) + part.bytes
-    out["cache of these requests"] = stack.kv
+    # Of a rate nobody says how many are there at once: as many as are let in.
+    out["cache of these requests" if candidate.asked is not None else "cache of all that are let in"] = stack.kv
     if stack.pool > stack.kv:
         out["cache that is reserved beside"] = stack.pool - stack.kv
     out["free"] = stack.headroom

@@ -146,6 +146,9 @@ class Judge:
             key = deployment.engine.kv_dtype(deployment.kv_dtype, "--kv-cache-dtype")
             value = key.values or key
         weights = "f16" if deployment.engine.slots and deployment.weights in ("bf16", "fp16") else deployment.weights
+        held = self.ask.spec.weights
+        if weights == "gguf" and held is not None and held.bytes and held.parameters:
+            weights = f"gguf-{8 * held.bytes / held.parameters:.2f}"
         setup = Setup(
             self.ask.spec, deployment.engine.name, device.facts or FACTS, weights, Formats(self.dtype, key, value),
             tensor=max(split.tensor // split.data, 1) if split.tensor > 1 else split.tensor,
@@ -207,7 +210,10 @@ class Judge:
                 continue
             figure: Range = getattr(speed, name)
             if figure.mid > limit:
-                missed.append(f"{name.upper()}: {_seconds(figure.mid)}, and {_seconds(limit)} is the most")
+                if math.isinf(figure.mid):
+                    missed.append(f"{name.upper()}: the queue grows without end at this rate")
+                else:
+                    missed.append(f"{name.upper()}: {_seconds(figure.mid)}, and {_seconds(limit)} is the most")
             sure = sure and figure.high <= limit
         if speed is not None and not speed.sustained:
             missed.append(f"rate: {speed.request_rate.mid:.3g} requests a second, and {ask.rate:g} come")

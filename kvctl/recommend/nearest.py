@@ -20,7 +20,7 @@ from kvctl.record import Record
 from kvctl.search import last
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
-from kvctl.units import format_bytes, plural
+from kvctl.units import GIB, format_bytes, plural
 
 Allowed = Callable[[Ask, Candidate], bool]
 """What else a candidate of a request has to meet: quality, objectives."""
@@ -39,7 +39,7 @@ class Near(Record):
     """A change with which it fits."""
 
     direction: str
-    """rate, gpus, gpu, context, requests, formats, engine or model."""
+    """rate, gpus, gpu, host, context, requests, formats, engine or model."""
     words: str
     """What it is, for people."""
     ask: Ask
@@ -68,6 +68,7 @@ def nearest(ask: Ask, allowed: Allowed = anything, lack: Lack | None = None) -> 
     lack = lack or Lack()
     found = (
         formats(ask, lack.lossy), engines(ask, allowed), more_gpus(ask, allowed, lack.gpus), larger_gpu(ask, allowed, slow=lack.slow),
+        None if lack.slow else host_memory(ask, allowed),
         shorter(ask, allowed), fewer(ask, allowed), smaller_model(ask, allowed),
     )  # fmt: skip
     return tuple(near for near in found if near is not None)
@@ -123,6 +124,18 @@ def _larger(ask: Ask) -> Iterator[Ask]:
             yield ask.replace(gpus=gpus, nodes=count)
 
 
+def host_memory(ask: Ask, allowed: Allowed = anything) -> Near | None:
+    """The least of the host's memory, in powers of two, that what GPUs do not hold of the weights may stay in."""
+    if not ask.gpus or ask.host is not None or ask.device.unified:
+        return None
+    for size in (16, 32, 64, 128, 256, 512):
+        changed = ask.replace(host=size * GIB)
+        found = holding(changed, allowed)
+        if found is not None:
+            return Near("host", f"--host-memory {size}GiB, which is slow", changed, found)
+    return None
+
+
 def larger_gpu(ask: Ask, allowed: Allowed = anything, *, slow: bool = False) -> Near | None:
     """As many GPUs of another kind: that of the table with the least memory that holds it; `slow`: of those that are faster."""
     if not ask.gpus:
@@ -132,7 +145,7 @@ def larger_gpu(ask: Ask, allowed: Allowed = anything, *, slow: bool = False) -> 
         changed = ask.replace(device=device)
         found = holding(changed, allowed)
         if found is not None:
-            what = f"{plural(ask.all_gpus, 'GPU')} with {format_bytes(device.cuda_bytes)} each: {device.name}"
+            what = f"{plural(ask.all_gpus, 'GPU')} with {format_bytes(device.cuda_bytes)}{' each' if ask.all_gpus > 1 else ''}: {device.name}"
             return Near("gpu", what, changed, found)
     return None
 

@@ -70,7 +70,7 @@ def cost(gpu: str, gpus: int, prices: Prices, output_rate: Range | None = None) 
     price = prices.of(gpu) if gpus else None
     if price is None:
         return Cost(gpus, None, None)
-    hour = price * gpus
+    hour = round(price * gpus, 6)
     if output_rate is None or output_rate.low <= 0:
         return Cost(gpus, hour, None)
     million = [hour / 3600 / rate * 1e6 for rate in (output_rate.high, output_rate.mid, output_rate.low)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from kvctl.recommend.emit import Promise
+from kvctl.units import format_seconds
 
 if TYPE_CHECKING:
     from kvctl.recommend.answers import Answer
@@ -13,24 +13,22 @@ if TYPE_CHECKING:
 
 
 def promise_of(answer: Answer, ask: Ask, percent: float) -> Promise:
-    """Objectives as they were asked for, or else the far ends of the predicted ranges."""
-    speed, candidate = answer.judged.speed, answer.judged.candidate
-    ttft, tpot = ask.ttft, ask.tpot
-    if speed is not None and math.isfinite(speed.ttft.high):
-        ttft = speed.ttft.high if ttft is None else ttft
-        tpot = speed.tpot.high if tpot is None else tpot
+    """Objectives as they were asked for; no prediction stands in for one, for a range of medians is no bound of the slowest."""
+    candidate = answer.judged.candidate
+    why = [*answer.why, f"binds first: {answer.binds}"]
+    if ask.ttft is None and ask.tpot is None:
+        why.append("no times were asked for: --slo ttft=…,tpot=… adds checks and alarms for them; predicted are "
+                   + _predicted(answer) if answer.judged.speed is not None else "no times were asked for")  # fmt: skip
     return Promise(
-        ttft_s=_rounded(ttft), tpot_s=_rounded(tpot), percent=percent, concurrency=ask.concurrency, rate=ask.rate,
-        prompt_tokens=ask.prompt, output_tokens=ask.answer, hit_rate=answer.judged.found or None, why=(*answer.why, f"binds first: {answer.binds}"), log=log_lines(candidate.capacity, candidate.deployment.replicas, candidate.deployment.engine.name),
+        ttft_s=ask.ttft, tpot_s=ask.tpot, percent=percent, concurrency=ask.concurrency, rate=ask.rate,
+        prompt_tokens=ask.prompt, output_tokens=ask.answer, hit_rate=answer.judged.found or None, why=tuple(why), log=log_lines(candidate.capacity, candidate.deployment.replicas, candidate.deployment.engine.name),
     )  # fmt: skip
 
 
-def _rounded(value: float | None) -> float | None:
-    """Three digits, upwards."""
-    if value is None:
-        return None
-    step = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return float(f"{math.ceil(value / step) * step:.6g}")
+def _predicted(answer: Answer) -> str:
+    speed = answer.judged.speed
+    assert speed is not None
+    return f"TTFT {format_seconds(speed.ttft.mid)} and TPOT {format_seconds(speed.tpot.mid)} in the median"
 
 
 def log_lines(capacity: int | None, replicas: int, engine: str) -> tuple[str, ...]:

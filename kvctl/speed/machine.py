@@ -60,7 +60,11 @@ _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 
 
 def format_of(name: str) -> Format | None:
-    """A format by kvctl's name for it; "exl2-3.5" is ExLlamaV2's, of 3.5 bits a weight."""
+    """A format by kvctl's name for it; "exl2-3.5" is ExLlamaV2's, and "gguf-4.85" a GGUF file's, of so many bits a weight."""
+    if name.startswith("gguf-"):
+        bits = float(name.removeprefix("gguf-"))
+        rate, kind = ("half", "gguf16") if bits > 12 else ("int8", "gguf")
+        return Format(name, bits, rate, kind, whole=True)
     if name.startswith("exl2-"):
         return Format(name, float(name.removeprefix("exl2-")), "fp16", "exl2", whole=True)
     return _BY_NAME.get(name)

@@ -56,7 +56,7 @@ def _one(case: Case, row: Eviction) -> Advice:
         capacity = (
             "of a size that is not known" if case.numbers.capacity is None else f"{case.numbers.capacity:,} tokens"
         )
-        because = f"the pool ({capacity}) is not known to be short of {case.needed:,} tokens, and every token that goes is lost{_seen(row)}"
+        because = f"the pool ({capacity}) {'is not known to be short of' if case.numbers.capacity is None else 'holds the'} {case.needed:,} tokens, and every token that goes is lost{_seen(row)}"
         return Advice(row.title, NO, because, None, source)
     loss = case.quality.technique(row.measured)
     words = f"the pool is {case.short:,} tokens short of {case.needed:,}"

@@ -71,7 +71,11 @@ def leader_worker_set(deployment: Deployment, site: Site) -> str:
 
     """
     if deployment.nodes == 1:
-        raise UsageError("a LeaderWorkerSet is for several nodes, and this is for one", hint="--emit kubernetes")
+        what = f"{deployment.replicas} servers of one node each" if deployment.replicas > 1 else "one node"
+        raise UsageError(
+            f"a LeaderWorkerSet is for a server over several nodes, and this answer is for {what}",
+            hint="--emit kubernetes",
+        )
     first = container(deployment, site, Node("0", _LEADER))
     other = container(deployment, site, Node("$(LWS_WORKER_INDEX)", _LEADER))
     if nodes.by_ray(deployment, site):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvctl.recommend.emit import nodes
+from kvctl.recommend.emit import images, nodes
 from kvctl.recommend.emit.command import Command, Place, command
 from kvctl.recommend.emit.documents import comments, shell, title
 from kvctl.units import plural
@@ -13,6 +13,8 @@ from kvctl.units import plural
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
     from kvctl.recommend.emit.site import Site
+
+_VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 
 def script(deployment: Deployment, site: Site) -> str:
@@ -22,8 +24,10 @@ def script(deployment: Deployment, site: Site) -> str:
         UsageError: the engine cannot be started so.
 
     """
-    if deployment.nodes == 1:
+    if deployment.nodes == 1 and deployment.replicas == 1:
         return comments(title(deployment)) + lines(command(deployment, site))
+    if deployment.nodes == 1:
+        return _servers(deployment, site)
     if nodes.by_ray(deployment, site):
         return _by_ray(deployment, site)
     address = f"${{{nodes.HEAD}:?}}"
@@ -37,6 +41,35 @@ def script(deployment: Deployment, site: Site) -> str:
         what = "the first node, which answers" if rank == 0 else f"node {rank + 1} of {deployment.nodes}"
         blocks.append(comments(f"On {what}:") + lines(command(deployment, site, place)))
     return "\n".join(blocks)
+
+
+def _servers(deployment: Deployment, site: Site) -> str:
+    """Several servers side by side, each with a port and GPUs of its own; of several machines the first."""
+    each = deployment.replicas
+    if deployment.gpus:
+        each = min(each, max(site.machine_gpus // deployment.gpus, 1))
+    machines = -(-deployment.replicas // each)
+    head = f"{title(deployment)}\n{plural(deployment.replicas, 'server')} side by side, behind a router of yours"
+    head += f": {each} on each of {machines} machines, and as follows on each." if machines > 1 else "."
+    blocks = [comments(head)]
+    for number in range(each):
+        what = f"Server {number + 1} of {each}, port {site.port + number}:"
+        text = lines(replica(deployment, site, number))
+        blocks.append(
+            comments(what)
+            + (text if number == each - 1 else text.rstrip("\n") + " &\n" if "\n# and" not in text else text)
+        )
+    return "\n".join(blocks)
+
+
+def replica(deployment: Deployment, site: Site, number: int) -> Command:
+    """One of several servers: with a port and GPUs of its own."""
+    one = command(deployment, site.replace(port=site.port + number))
+    visible = _VISIBLE.get(images.kind(deployment))
+    if visible is None or not deployment.gpus:
+        return one
+    ids = ",".join(str(number * deployment.gpus + index) for index in range(deployment.gpus))
+    return one.replace(variables=((visible, ids), *one.variables))
 
 
 def first(deployment: Deployment, site: Site) -> Command:

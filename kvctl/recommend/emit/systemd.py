@@ -9,13 +9,13 @@ from kvctl.recommend.emit import images, nodes
 from kvctl.recommend.emit.command import Command, Place, command
 from kvctl.recommend.emit.documents import comments, title
 from kvctl.recommend.emit.nodes import Node
+from kvctl.recommend.emit.script import replica
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
     from kvctl.recommend.emit.site import Site
 
 _QUOTED = frozenset(" \t\"'\\;{}[]()*?<>|&#~`")
-_VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 
 def systemd(deployment: Deployment, site: Site) -> str:
@@ -40,11 +40,7 @@ def systemd(deployment: Deployment, site: Site) -> str:
 def _of_replica(deployment: Deployment, site: Site, number: int) -> str:
     """One of several servers: with a port and GPUs of its own."""
     name = f"{site.name}-{number}"
-    one = command(deployment, site.replace(name=name, port=site.port + number))
-    visible = _VISIBLE.get(images.kind(deployment))
-    if visible is not None and deployment.gpus:
-        ids = ",".join(str(number * deployment.gpus + index) for index in range(deployment.gpus))
-        one = one.replace(variables=((visible, ids), *one.variables))
+    one = replica(deployment, site.replace(name=name), number)
     return _unit(deployment, site, one, name, title(deployment))
 
 
