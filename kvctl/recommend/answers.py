@@ -13,7 +13,7 @@ from kvctl.recommend.fits import search
 from kvctl.recommend.judge import ANY_LOSS, Judge, Judged, order
 from kvctl.recommend.nearest import Lack, Near, nearest
 from kvctl.recommend.prices import Prices
-from kvctl.recommend.quality import Measured, Quality
+from kvctl.recommend.quality import Measured, quality_of
 from kvctl.record import Record
 from kvctl.units import format_bytes, format_seconds, plural
 
@@ -190,14 +190,13 @@ def _allowed(known: Known, *, lossy: bool = False) -> Callable[[Ask, Candidate],
 
 def judge_of(ask: Ask, known: Known) -> Judge:
     """What judges the candidates of a request."""
-    from kvctl.recommend.checkpoints import stored_format
-
-    spec = ask.spec
-    dtype = spec.dtype
-    parameters = spec.weights.parameters if spec.weights is not None else None
-    quality = Quality(spec.id, parameters, stored_format(spec), known.measured)
+    dtype = ask.spec.dtype
     return Judge(
-        ask, quality, known.prices, BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype, known.measurements
+        ask,
+        quality_of(ask.spec, known.measured),
+        known.prices,
+        BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype,
+        known.measurements,
     )
 
 

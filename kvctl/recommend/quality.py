@@ -16,7 +16,6 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvctl.formats import DType
 from kvctl.record import Record
 from kvctl.speed import Range
 
@@ -27,7 +26,6 @@ NEAR = 10.0
 """Factor between parameters up to which one model's loss stands for another's."""
 _SIXTEEN = frozenset(("auto", "bf16", "bfloat16", "fp16", "float16", "f16", "half", "fp32", "float32", "f32"))
 _WEIGHTS = {"int4": "w4a16", "bnb-4bit": "nf4", "bnb-8bit": "int8", "llm.int8": "int8", "fp8-dynamic": "fp8-channel", "fp8_block": "fp8-block"}  # fmt: skip
-_COMPRESSED = {"float-quantized": "fp8-channel", "int-quantized": "w8a8", "pack-quantized": "w4a16"}
 """Formats of compressed-tensors."""
 _CACHE = {
     "fp8_e4m3": "fp8",
@@ -275,16 +273,9 @@ class Quality(Record):
 
 def quality_of(spec: ModelSpec, measured: Sequence[Measured] = ()) -> Quality:
     """For a model as its configuration has it."""
-    from kvctl.errors import ConfigError
-    from kvctl.quantization import scheme
+    from kvctl.recommend.checkpoints import stored_format
 
-    try:
-        found = scheme(spec.config)
-    except ConfigError:  # a format that kvctl does not count; what it costs is part of the model too
-        found = None
-    dtype = spec.dtype.name if isinstance(spec.dtype, DType) else None
-    own = dtype if found is None else _COMPRESSED.get(found.format.name, found.format.name)
-    return Quality(spec.id, _parameters(spec), own, tuple(measured))
+    return Quality(spec.id, _parameters(spec), stored_format(spec), tuple(measured))
 
 
 def _parameters(spec: ModelSpec) -> int | None:
