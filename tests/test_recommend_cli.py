@@ -209,7 +209,7 @@ def test_addresses_stand_in_brackets_where_a_port_follows(kvctl: Run) -> None:
 def test_an_empty_model_is_no_model(kvctl: Run) -> None:
     outcome = kvctl("recommend", "", "--gpu", "H100")
     assert outcome.code == 2
-    assert "empty" in outcome.err
+    assert "neither a file here nor a name on the Hub" in outcome.err
 
 
 def test_an_8_bit_cache_without_scales_is_said(kvctl: Run) -> None:

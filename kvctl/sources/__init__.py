@@ -74,10 +74,6 @@ def resolve(name: str, *, source: str | None = None, revision: str | None = None
     """Find a model's configuration; SourceError says where was looked and what is near."""
     if source is not None and source not in SOURCES:
         raise UsageError(f"--source: unknown source {source!r}", hint="one of " + ", ".join(SOURCES))
-    if not name.strip():
-        raise UsageError(
-            "the model's name is empty", hint="a catalogue or Hub name, or a path; in a script: is the variable set?"
-        )
     if name == "-":
         from kvctl.sources import local
 
