@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,13 @@ from hypothesis import HealthCheck, settings
 # Machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("noisy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("noisy")
+
+# Under nohup, or behind a script's &, signals are ignored, and so they would be in programs that tests start and signal:
+# what is handled here is as the system has it there.
+for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    _number = getattr(signal, _name, None)
+    if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 DATA = Path(__file__).parent / "data"
 
