@@ -62,11 +62,11 @@ def read(text: str, load: Load, sweeps: Sequence[str]) -> Planned:
     if said:
         raise UsageError(f"{said[0]}: --plan says what is sent", hint="leave it out, or --plan")
     path, number = numbered(text)
-    promised, ttft, tpot, command = of_plan(read_file(Path(path), limit=_LIMIT), plain(path[:200]), number)
+    promised, ttft, tpot, percent, command = of_plan(read_file(Path(path), limit=_LIMIT), plain(path[:200]), number)
     slo = ",".join(f"{name}={value * 1e3:.6f}ms" for name, value in (("ttft", ttft), ("tpot", tpot)) if value is not None)  # fmt: skip
     load = load.replace(
         input_tokens=str(promised.prompt), output_tokens=str(promised.answer),
         concurrency=None if promised.concurrency is None else str(promised.concurrency),
         rate=None if promised.rate is None else f"{promised.rate:.6f}",
     )  # fmt: skip
-    return Planned(load, slo or None, promised, command)
+    return Planned(load, f"{slo},p{percent:g}" if slo else None, promised, command)

@@ -109,7 +109,7 @@ def asks(
     """
     from kvctl.recommend.request import ask
 
-    ttft, tpot, _ = read_slo(slo)
+    ttft, tpot, percent = read_slo(slo)
     if len(specs) * len(kinds) > MOST_ROWS:
         raise UsageError(
             f"{len(specs):,} models on {len(kinds):,} kinds of hardware are more than {MOST_ROWS} rows",
@@ -118,7 +118,7 @@ def asks(
     return tuple(
         ask(
             spec, devices, nodes=nodes, context=read_length(ctx, "--ctx"), prompt=read_length(prompt, "--input-tokens"),
-            answer=read_length(answer, "--output-tokens"), concurrency=concurrency, rate=rate, engines=engines, ttft=ttft, tpot=tpot,
+            answer=read_length(answer, "--output-tokens"), concurrency=concurrency, rate=rate, engines=engines, ttft=ttft, tpot=tpot, slo_percent=percent,
             goal=goal, max_quality_loss=read_loss(max_loss), host=_host(host, devices), heard=heard, shared=read_length(shared, "--shared-prefix"),
         )
         for spec in specs for devices in kinds

@@ -70,9 +70,7 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
                 print_trial(Screen(), report.trial)
 
 
-def verified(
-    report: RecommendReport, answer: int, proof: Proof, ask: Ask, percent: float, *, quiet: bool
-) -> RecommendReport:
+def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, quiet: bool) -> RecommendReport:
     """The report with what came of one of its answers, which is started for that on this machine and ended again; `ask` has the
     objectives.
 
@@ -96,7 +94,7 @@ def verified(
     if ask.ttft is not None or ask.tpot is not None:
         ttft, tpot = (None if limit is None else round(limit * SECOND) for limit in (ask.ttft, ask.tpot))
         slo = Slo(ttft, tpot, scheduled=ask.rate is not None)
-    plan = verify.plan_of(verify.promised(chosen, ask), launch, sizing, slo, percent)
+    plan = verify.plan_of(verify.promised(chosen, ask), launch, sizing, slo, ask.slo_percent)
     signals.heed()
     with output_serve.live(quiet=quiet) as (now, live, done):
         return report.replace(trial=verify.put(answer, plan, now, live, done))
@@ -139,7 +137,7 @@ def emit_what_if(left: Side, right: Side, form: str) -> None:
 
 
 def emit_files(
-    report: RecommendReport, kinds: tuple[str, ...], folder: str | None, answer: int, percent: float, *, quiet: bool
+    report: RecommendReport, kinds: tuple[str, ...], folder: str | None, answer: int, *, quiet: bool
 ) -> None:
     """Write what can be run: one kind to stdout, several into a folder, which is made.
 
@@ -154,7 +152,7 @@ def emit_files(
     output.forgive_encoding()
     found = report.each[0]
     chosen, site = _chosen(found, answer), report.site_of(found)
-    deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask, percent)
+    deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask)
     texts: dict[str, str] = {}
     wanted = (*(kind.name for kind in emit.KINDS), "json") if kinds == ("all",) else kinds
     for kind in wanted:

@@ -86,6 +86,9 @@ ASKED = obj(
         "rate": maybe(number("Requests a second.")),
         "ttft_seconds": maybe(number("To the first token at most.")),
         "tpot_seconds": maybe(number("Between tokens at most.")),
+        "slo_percent": number(
+            "How many requests of a hundred are to keep these, where a test or an alarm counts them."
+        ),
         "goal": text("What to have most of.", "cost", "latency", "throughput", "context", "quality"),
         "max_quality_loss_percent": number("That formats may lose."),
         "engines": listed("That were considered.", STRINGS),

@@ -462,7 +462,7 @@ PAGE = ('vllm:kv_cache_usage_perc{{engine="0"}} 0.5\n# TYPE vllm:num_requests_ru
 def plan(kvctl: Run, tmp_path: Path) -> Path:
     """Two requests at once of 40 + 4 tokens."""
     asked = ("--gpu", "H100", "--engine", "vllm", "--input-tokens", "40", "--output-tokens", "4", "--concurrency", "2")
-    outcome = kvctl("recommend", "Qwen3-8B", *asked, "--slo", "ttft=20s", "--json")
+    outcome = kvctl("recommend", "Qwen3-8B", *asked, "--slo", "ttft=20s,p95", "--json")
     assert outcome.code == 0, outcome.err
     path = tmp_path / "plan.json"
     path.write_text(outcome.out)
@@ -479,7 +479,7 @@ def test_a_server_beside_its_plan(kvctl: Run, plan: Path, tmp_path: Path) -> Non
     jsonschema.validate(found, SCHEMA)
     (load,) = found["loads"]
     assert (load["step"]["at_once"], load["all"]["tokens"]["input"], load["all"]["tokens"]["output"]) == (2, 240, 24)
-    assert found["settings"]["objective"]["ttft"] == 20
+    assert (found["settings"]["objective"]["ttft"], found["settings"]["objective"]["percent"]) == (20, 95)
     promised = found["plan"]["promised"]
     assert (promised["source"], promised["concurrency"], promised["context"]) == (f"{plan}#1", 2, 44)
     assert promised["ttft"] == json.loads(plan.read_text())["answers"][0]["side"]["speed"]["ttft"]
@@ -497,8 +497,8 @@ def test_a_server_beside_its_plan(kvctl: Run, plan: Path, tmp_path: Path) -> Non
 def test_slots_of_a_plan_have_parts_of_their_own(kvctl: Run, gguf: Path) -> None:
     """llama.cpp rounds every slot up to whole 256ths: three of 600 tokens are 3 x 768 cells."""
     asked = (*ASKED[:4], "--ctx", "600", "--concurrency", "3", "--json")
-    found, _, _, command = proof.of_plan(kvctl("recommend", str(gguf), *asked).json, "plan.json", 1)
-    assert (found.tokens, found.held, found.engine) == (2304, 3, "llama.cpp")
+    found, _, _, percent, command = proof.of_plan(kvctl("recommend", str(gguf), *asked).json, "plan.json", 1)
+    assert (found.tokens, found.held, found.engine, percent) == (2304, 3, "llama.cpp", 99)
     assert "--ctx-size 1800" in command
 
 

@@ -336,14 +336,12 @@ def recommend(
         each = (answered(each[0], known),)
     report = RecommendReport(each, site if len(asks) == 1 else None, explain)
     if kinds and report.met:
-        output_recommend.emit_files(report, kinds, output, answer, options_recommend.read_slo(slo)[2], quiet=quiet)
+        output_recommend.emit_files(report, kinds, output, answer, quiet=quiet)
     elif others and report.met:
         output_recommend.emit_what_if(others[0], output_recommend.side_of(report, answer), form)
     else:
         if proof is not None and report.met:
-            report = output_recommend.verified(
-                report, answer, proof, asks[0], options_recommend.read_slo(slo)[2], quiet=quiet
-            )
+            report = output_recommend.verified(report, answer, proof, asks[0], quiet=quiet)
         output_recommend.emit_recommend(report, form, quiet=quiet)
     if report.interrupted:
         raise KeyboardInterrupt

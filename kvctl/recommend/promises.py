@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvctl.recommend.request import Ask
 
 
-def promise_of(answer: Answer, ask: Ask, percent: float) -> Promise:
+def promise_of(answer: Answer, ask: Ask) -> Promise:
     """Objectives as they were asked for; no prediction stands in for one, for a range of medians is no bound of the slowest."""
     candidate = answer.judged.candidate
     why = [*answer.why, f"binds first: {answer.binds}"]
@@ -20,7 +20,7 @@ def promise_of(answer: Answer, ask: Ask, percent: float) -> Promise:
         why.append("no times were asked for: --slo ttft=…,tpot=… adds checks and alarms for them; predicted are "
                    + _predicted(answer) if answer.judged.speed is not None else "no times were asked for")  # fmt: skip
     return Promise(
-        ttft_s=ask.ttft, tpot_s=ask.tpot, percent=percent, concurrency=ask.concurrency, rate=ask.rate,
+        ttft_s=ask.ttft, tpot_s=ask.tpot, percent=ask.slo_percent, concurrency=ask.concurrency, rate=ask.rate,
         prompt_tokens=ask.prompt, output_tokens=ask.answer, hit_rate=answer.judged.found or None, why=tuple(why), log=log_lines(candidate.capacity, candidate.deployment.replicas, candidate.deployment.engine.name),
     )  # fmt: skip
 

@@ -48,6 +48,8 @@ class Ask(Record):
     """Seconds to the first token at most."""
     tpot: float | None = None
     """Seconds between tokens at most."""
+    slo_percent: float = 99.0
+    """How many requests of a hundred are to keep these two, where a test or an alarm counts them."""
     goal: str = "throughput"
     max_quality_loss: float | None = None
     """Percent."""
@@ -76,6 +78,7 @@ def ask(
     engines: Sequence[Engine] = (),
     ttft: float | None = None,
     tpot: float | None = None,
+    slo_percent: float = 99.0,
     goal: str = "throughput",
     max_quality_loss: float | None = None,
     host: int | None = None,
@@ -131,8 +134,8 @@ def ask(
         if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{name}: {value:g} is out of range", hint="0 or more")
     return Ask(
-        spec, device, gpus, nodes, context, prompt, answer, concurrency, rate, _engines(engines, device), ttft, tpot, goal,
-        max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes), reuse,
+        spec, device, gpus, nodes, context, prompt, answer, concurrency, rate, _engines(engines, device), ttft, tpot, slo_percent,
+        goal, max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes), reuse,
     )  # fmt: skip
 
 

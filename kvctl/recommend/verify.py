@@ -277,8 +277,11 @@ def put(number: int, plan: Plan, now: Now, live: Live | None = None, done: Done 
 # -- plans that were kept ------------------------------------------------------------------------
 
 
-def of_plan(data: Mapping[str, Any], where: str, number: int) -> tuple[Promised, float | None, float | None, str]:
-    """What an answer of a plan's file promises, its objectives for TTFT and TPOT in seconds, and its command line.
+def of_plan(
+    data: Mapping[str, Any], where: str, number: int
+) -> tuple[Promised, float | None, float | None, float, str]:
+    """What an answer of a plan's file promises, its objectives for TTFT and TPOT in seconds, how many requests of a
+    hundred are to keep them, and its command line.
 
     Raises:
         ConfigError: it is no plan, is damaged, or has no such answer.
@@ -293,6 +296,9 @@ def of_plan(data: Mapping[str, Any], where: str, number: int) -> tuple[Promised,
         tokens = {field: _whole(asked[field]) for field in ("prompt_tokens", "output_tokens", "context")}
         concurrency = None if asked["concurrency"] is None else _whole(asked["concurrency"])
         rate, ttft, tpot = (None if asked[field] is None else _more(asked[field]) for field in ("rate", "ttft_seconds", "tpot_seconds"))  # fmt: skip
+        percent = _more(asked.get("slo_percent", 99.0))
+        if percent > 100:
+            raise ValueError("slo_percent above 100")
         alone = side.settings.get("replicas", 1) == 1
         tokens_held = side.capacity or _cells(side.settings.get("slots"), tokens["context"]) if alone else None
         if (concurrency is None) == (rate is None):
@@ -307,7 +313,7 @@ def of_plan(data: Mapping[str, Any], where: str, number: int) -> tuple[Promised,
         ttft=side.speed.get("ttft"), tpot=side.speed.get("tpot"), output_rate=side.speed.get("output_rate"),
         request_rate=side.speed.get("request_rate"),
     )  # fmt: skip
-    return found, ttft, tpot, shlex.join(side.command)
+    return found, ttft, tpot, percent, shlex.join(side.command)
 
 
 def _whole(value: Any) -> int:
