@@ -97,6 +97,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     request_queue_size = 128
+    def handle_error(self, *args): pass  # a client that has gone is no word of the engine's
 
 Server(("127.0.0.1", int(told["--port"])), Handler).serve_forever()
 """

@@ -24,6 +24,8 @@ LONGEST = 100_000_000
 MOST = 20_000
 """Rows that are read: samples are drawn from these."""
 _LONGEST_ROW = 10_000_000
+_MOST_EMPTY = 1_000_000
+"""Empty lines in a row that are passed over: a small packed file can hold minutes of them."""
 _CHATS = ("messages", "conversations", "conversation")
 COLUMNS = (*_CHATS, "prompt", "completion", "text")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
@@ -234,17 +236,18 @@ def _array(file: BinaryIO, where: str) -> _Found:
 
 
 def _lines(file: BinaryIO, where: str) -> _Found:
-    number = left = 0
+    number = last = empty = 0
     while line := file.readline(_LONGEST_ROW + 1):
         number += 1
-        at = f"{where}, line {number}"
         if len(line) > _LONGEST_ROW:
-            raise SourceError(f"{at} has more than {_LONGEST_ROW // 10**6} MB")
+            raise SourceError(f"{where}, line {number} has more than {_LONGEST_ROW // 10**6} MB")
         if not line.strip():
-            left += len(line)
-            if left > LONGEST:
-                raise SourceError(f"{where} has nothing but empty lines")
+            empty += len(line)
+            if empty > LONGEST or number - last > _MOST_EMPTY:
+                raise SourceError(f"{where} has nothing but empty lines from line {last + 1} on")
             continue
+        last, empty = number, 0
+        at = f"{where}, line {number}"
         yield _object(_parsed(line, at), at)
 
 
