@@ -313,10 +313,10 @@ def markdown_cell(text: str) -> str:
     return one_line(text).replace("|", "\\|")
 
 
-def print_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows for people: the first column to the left, the others to the right."""
+def print_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
+    """Rows for people: as many columns as have words to the left, the others to the right."""
     print("| " + " | ".join(map(markdown_cell, head)) + " |")
-    print("|---|" + "---:|" * (len(head) - 1))
+    print("|" + "---|" * words + "---:|" * (len(head) - words))
     for row in rows:
         print("| " + " | ".join(map(markdown_cell, row)) + " |")
 

@@ -24,28 +24,50 @@ _FILES = {
 """What each kind is called in a folder."""
 
 
+def _notes(report: RecommendReport) -> list[str]:
+    """Each once, with the requests that it is about where these are not all."""
+    about: dict[str, list[Ask]] = {}
+    for one in report.each:
+        for note in (*one.ask.spec.notes, *one.notes):
+            about.setdefault(note, []).append(one.ask)
+    asks = [one.ask for one in report.each]
+    out = []
+    for note, own in about.items():
+        models = {ask.spec.id for ask in own}
+        kinds = {ask.device.name for ask in own}
+        of_models = [ask for ask in asks if ask.spec.id in models]
+        of_kinds = [ask for ask in asks if ask.device.name in kinds]
+        if len(own) == len(asks):
+            out.append(note)
+        elif len(own) == len(of_models):
+            out.append(f"{', '.join(sorted(models))}: {note}")
+        elif len(own) == len(of_kinds):
+            out.append(f"{', '.join(sorted(kinds))}: {note}")
+        else:
+            out.append(f"{', '.join(f'{ask.spec.id} on {ask.device.name}' for ask in own)}: {note}")
+    return out
+
+
 def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
     """Print answers in the form asked for."""
     from kvctl.recommend.report import row_dict
 
     output.forgive_encoding()
     if not quiet:
-        several = len(report.each) > 1
-        for one in report.each:
-            notes = (*one.ask.spec.notes, *one.notes)
-            output.say("note", (f"{one.ask.spec.id}: {note}" if several else note for note in notes))
+        output.say("note", _notes(report))
     if form == "json":
         output.print_json(report.to_dict())
     elif form == "csv":
         output.print_csv([row_dict(one) for one in report.each])
     elif form == "md":
-        from kvctl.screen_recommend import lines_of, table_of
+        from kvctl.screen_recommend import lines_of, table_of, title
 
         head, *rows = table_of(report)
-        output.print_markdown_table(head, rows)
-        if len(report.each) == 1:
-            print()
-            for line in lines_of(report.each[0], explain=report.explain):
+        several = len(report.each) > 1
+        output.print_markdown_table(head, rows, 3 if several else 2)
+        for found in report.each if report.explain or not several else ():
+            print(f"\n## {output.markdown_cell(title(found))}\n" if several else "")
+            for line in lines_of(found, explain=report.explain):
                 print(f"- {output.markdown_cell(line)}")
             if report.trial is not None:
                 from kvctl.screen_recommend import trial_lines, trial_table
@@ -62,6 +84,9 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
 
         if len(report.each) > 1:
             print_matrix(Screen(), report)
+            for found in report.each if report.explain else ():
+                print("\n")
+                print_recommendation(Screen(), found, report.site_of(found), explain=True)
         else:
             print_recommendation(Screen(), report.each[0], report.site_of(report.each[0]), explain=report.explain)
             if report.trial is not None:

@@ -211,14 +211,23 @@ def _side_by_side(screen: Screen, found: Recommendation) -> None:
     screen.table("lrrrrrrr", [(head, None, "dim"), *((row, None, "") for row in rows)])
 
 
+def title(found: Recommendation) -> str:
+    """What a request is about, in one line."""
+    return one_line(f"{found.ask.spec.id} on {_where(found)}")
+
+
+def _where(found: Recommendation) -> str:
+    ask = found.ask
+    return ask.device.name if not ask.gpus else f"{ask.all_gpus} × {ask.device.name}"
+
+
 def _matrix(report: RecommendReport) -> list[list[str]]:
     out = [["model", "on", "configuration", "GPUs", "requests", "TTFT", "TPOT", "tok/s", "loss", "cost"]]
     for found in report.each:
-        ask = found.ask
-        where = ask.device.name if not ask.gpus else f"{ask.all_gpus} × {ask.device.name}"
+        model, where = found.ask.spec.id, _where(found)
         if found.answers:
             one = found.answers[0].judged
-            out.append([ask.spec.id, where, in_words(one.candidate), *_cells(one)])
+            out.append([model, where, in_words(one.candidate), *_cells(one)])
         else:
             why = (
                 found.impossible[0]
@@ -227,7 +236,7 @@ def _matrix(report: RecommendReport) -> list[list[str]]:
                 if found.nearest
                 else "nothing near"
             )
-            out.append([ask.spec.id, where, f"nothing meets it; {why}", *["–"] * 7])
+            out.append([model, where, f"nothing meets it; {why}", *["–"] * 7])
     return [[one_line(cell) for cell in row] for row in out]
 
 

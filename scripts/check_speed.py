@@ -27,7 +27,7 @@ from kvctl.speed.efficiency import efficiency, spreads
 def judge(o: sp.Observation) -> dict[str, Any]:
     """One figure: measured, predicted, and the range."""
     found = float(sp.predicted(o.kind, o.step, o.prompt, efficiency(o.facts), o.others, o.output, o.requests, o.groups))
-    low, high = spreads(o.facts)[sp.FIGURES[o.kind]]
+    low, high = spreads(o.facts, several=o.several)[sp.FIGURES[o.kind]]
     least, most = found * math.exp(low), found * math.exp(high)
     return {"id": o.point.id, "metric": o.metric, "phase": sp.FIGURES[o.kind], "engine": o.facts["E"], "gpu": o.facts["C"], "measured": o.value,
             "predicted": found, "low": least, "high": most, "error_percent": 100 * abs(found / o.value - 1), "inside": least <= o.value <= most}  # fmt: skip

@@ -305,12 +305,13 @@ def widest(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
                    for name, (low, high) in rows.items()} for kind, rows in outer.items()}  # fmt: skip
 
 
-def measured(data: Data) -> dict[str, dict[str, int]]:
-    """Engine → card → figures."""
-    out: dict[str, dict[str, int]] = {}
+def measured(data: Data) -> dict[str, dict[str, list[int]]]:
+    """Engine → card → figures, and how many of these are of several requests at once."""
+    out: dict[str, dict[str, list[int]]] = {}
     for o in data.observed:
-        row = out.setdefault(o.facts["E"], {})
-        row[o.facts["C"]] = row.get(o.facts["C"], 0) + 1
+        row = out.setdefault(o.facts["E"], {}).setdefault(o.facts["C"], [0, 0])
+        row[0] += 1
+        row[1] += o.several
     return {engine: dict(sorted(row.items())) for engine, row in sorted(out.items())}
 
 

@@ -17,6 +17,7 @@ from kvctl.record import Record
 from kvctl.sources import resolve
 from kvctl.spec import Formats, ModelSpec
 from kvctl.speed import CHUNKS, Setup, facts_of, layout_of
+from kvctl.speed.efficiency import FEW
 from kvctl.speed.machine import family
 from kvctl.weight_formats import GGUF_BITS
 
@@ -305,6 +306,13 @@ class Observation(Record):
     groups: float
     """Groups of ranks that serve side by side."""
     facts: Any
+
+    @property
+    def several(self) -> bool:
+        """Whether it says how a step grows with the requests in it."""
+        if self.kind in ("prompt", "prompt ms"):
+            return False
+        return self.point.saturated or (self.point.concurrency or 1) / self.point.data > FEW
 
 
 def setup(point: Point) -> Setup:

@@ -59,6 +59,28 @@ def test_several_make_a_matrix_in_every_form(kvctl: Run) -> None:
     assert table.count("\n| ") + table.startswith("| ") == 5
     assert len(kvctl(*many, "--format", "csv").out.splitlines()) == 5
     assert "gpt-oss-20b" in kvctl(*many).out
+    # Words to the left, numbers to the right.
+    assert table.splitlines()[1] == "|---|---|---|" + "---:|" * 7
+
+
+def test_notes_of_a_matrix_are_said_once(kvctl: Run) -> None:
+    many = ("recommend", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "--gpu", "H100,L40S", "--ctx", "8k", "--concurrency", "4")
+    notes = kvctl(*many).err.splitlines()
+    assert len(notes) == len(set(notes))
+    # Every request has this one, and one kind of hardware that.
+    assert "note: formats that lose more than 1% are left out; --max-quality-loss sets another bound" in notes
+    (card,) = [note for note in notes if "took H100 SXM" in note]
+    assert card.startswith("note: NVIDIA H100 80GB HBM3: ")
+
+
+def test_explain_has_each_answer_of_a_matrix_in_full(kvctl: Run) -> None:
+    many = ("recommend", "Qwen/Qwen3-8B", "--gpu", "L4,L40S", "--ctx", "8k", "--concurrency", "4", "--explain")
+    text, table = kvctl(*many).out, kvctl(*many, "--format", "md").out
+    for name in ("NVIDIA L4", "NVIDIA L40S"):
+        assert f"Qwen/Qwen3-8B on 1 × {name}; 4 requests at once" in text
+        assert f"\n## Qwen/Qwen3-8B on 1 × {name}\n" in table
+    assert text.count("1. best: ") == 2
+    assert text.count("StreamingLLM") == 2
 
 
 def test_prices_are_told_and_sorted_by(kvctl: Run, tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def test_twice_as_slow_moves_by_two_and_narrows() -> None:
     assert after.tpot.mid == pytest.approx(2 * before.tpot.mid)
     assert after.output_rate.mid == pytest.approx(before.output_rate.mid / 2)
     # Both ends are 0.65 and 0.60 as far off, as logarithms. The best that hardware can do is not in the way when all is twice as slow.
-    low, high = PLAIN.spread["ttft"]
+    low, high = PLAIN.spread(4)["ttft"]
     assert width(after.ttft) == pytest.approx(0.65 * (high - low))
-    low, high = PLAIN.spread["tpot"]
+    low, high = PLAIN.spread(4)["tpot"]
     assert width(after.tpot) == pytest.approx(0.60 * (high - low))
     assert width(after.output_rate) < width(before.output_rate)
     assert after.validated.startswith("measured: a.json; ")
@@ -101,7 +101,7 @@ def test_the_middle_of_several_counts() -> None:
 
 
 def test_contradictions_widen_again() -> None:
-    low, high = PLAIN.spread["tpot"]
+    low, high = PLAIN.spread(4)["tpot"]
     agreeing = calibration(SETUP, [measured(2, 2), measured(2, 2)])
     assert agreeing is not None
     assert agreeing.spread("tpot", low, high) == pytest.approx((KEPT["tpot"] * low, KEPT["tpot"] * high))

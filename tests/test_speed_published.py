@@ -21,6 +21,13 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import check_speed  # noqa: E402
 import speed_points  # noqa: E402
 
+from kvctl.formats import BF16, plain  # noqa: E402
+from kvctl.hardware.table import find  # noqa: E402
+from kvctl.model import build_spec  # noqa: E402
+from kvctl.sources import catalogue  # noqa: E402
+from kvctl.spec import Formats  # noqa: E402
+from kvctl.speed import Setup, prepare  # noqa: E402
+
 DATA = str(ROOT / "tests/data/speed.jsonl")
 
 
@@ -76,6 +83,30 @@ def test_what_a_fit_had_not_seen_is_within_what_is_promised() -> None:
     assert every["median"] < 25
     assert every["inside"] > 90
     assert all(row["median"] < 50 for row in errors if row["by"] == "never seen")
+
+
+@pytest.mark.parametrize(("engine", "card", "batches"), [("llama.cpp", "L40S", False), ("vllm", "H100 SXM", True)])
+def test_batches_that_nobody_measured_are_less_certain(engine: str, card: str, batches: bool) -> None:
+    """All of llama.cpp's figures of several requests at once are of one card, the DGX Spark's; vLLM's are of many."""
+    records = [json.loads(line) for line in Path(DATA).read_text().splitlines()[1:]]
+    named = {"llama.cpp": "llama.cpp", "vllm": "vLLM"}[engine]
+    of_several = {one["gpu"] for one in records if one["engine"] == named and (one["concurrency"] or 1) > 2}
+    assert any(card.split()[0] in name for name in of_several) == batches
+    setup = Setup(
+        build_spec(catalogue.find("meta-llama/Llama-3.1-8B-Instruct")),
+        engine,
+        find(card)[0],
+        "bf16",
+        Formats(BF16, plain(BF16), plain(BF16)),
+    )
+    prepared = prepare(setup)
+    one, eight = prepared.at(1000, 100, 1), prepared.at(1000, 100, 8)
+    assert eight.validated.endswith(", of one request at a time") != batches
+    assert not one.validated.endswith("at a time")
+    wide, narrow = (found.tpot.high / found.tpot.mid for found in (eight, one))
+    assert wide == pytest.approx(narrow) if batches else wide > 2 * narrow
+    # Eight on eight replicas are one at a time again.
+    assert prepare(setup.replace(replicas=8)).at(1000, 100, 8).validated == one.validated
 
 
 def test_a_file_in_the_form_of_a_list_reads_the_same(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def recommend(
     site = options_recommend.read_site(
         specs[0].id, name=name, served=served_name, port=port, host=host, image=image, ray=ray
     )
-    each = tuple(answer_to(ask, known, advise=len(asks) == 1) for ask in asks)
+    each = tuple(answer_to(ask, known, advise=len(asks) == 1 or explain) for ask in asks)
     if proof is not None:
         from kvctl.recommend.verify import answered
 

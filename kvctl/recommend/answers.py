@@ -257,7 +257,8 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     candidate, deployment = one.candidate, one.candidate.deployment
     out = []
     if kind == "best":
-        words = {"throughput": "most output tokens a second", "latency": "the shortest time of a request", "cost": "fewest GPUs or least money",
+        words = {"throughput": f"most output tokens a second to count on ({one.rate:,.0f}, between the least and the likeliest)",
+                 "latency": "the shortest time of a request to count on", "cost": "fewest GPUs or least money",
                  "context": "most tokens in the cache", "quality": "least loss"}[ask.goal]  # fmt: skip
         if ask.rate is not None and one.speed is not None and ask.goal == "throughput":
             words = "serves all that comes, with the fewest GPUs"

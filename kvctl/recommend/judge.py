@@ -62,11 +62,11 @@ class Judged(Record):
 
     @property
     def rate(self) -> float:
-        """Output tokens a second to count on: the likeliest, or where nobody measured the engine on the card, between that and the least."""
+        """Output tokens a second to count on: between the likeliest and the least, so that of two ways the better known one goes first."""
         if self.speed is None:
             return 0.0
         found = self.speed.output_rate
-        return found.mid if self.speed.validated else math.sqrt(found.low * found.mid)
+        return math.sqrt(found.low * found.mid)
 
     @cached_property
     def per_second(self) -> float:

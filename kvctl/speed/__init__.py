@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError
 from kvctl.record import Record
+from kvctl.units import plural
 
 if TYPE_CHECKING:
     from kvctl.hardware.device import GpuFacts
@@ -98,16 +99,26 @@ class Prepared(Record):
     layout: Layout
     efficiency: Efficiency
     facts: dict[str, str]
-    spread: dict[str, tuple[float, float]]
-    """Kind of figure → the logarithms that measurements lie below and above a prediction."""
     calibration: Calibration | None
+
+    def several(self, inside: float) -> bool:
+        """Whether `inside` requests on all replicas make steps that one alone says nothing of."""
+        from kvctl.speed.efficiency import FEW
+
+        return inside / self.setup.replicas / self.setup.data > FEW
+
+    def spread(self, inside: float) -> dict[str, tuple[float, float]]:
+        """Kind of figure → the logarithms that measurements lie below and above a prediction, of so many requests."""
+        from kvctl.speed.efficiency import spreads
+
+        return spreads(self.facts, several=self.several(inside))
 
     def seconds(self, prompt: int, answer: int, held: float, before: float = 0.0) -> tuple[float, float]:
         """Seconds to the first token and between tokens, with `held` requests in service on one replica.
 
         `before`: tokens of a prompt that are found in the cache.
         """
-        from kvctl.speed.load import served
+        from kvctl.speed.load import no_worse_than_in_turn, served
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
@@ -116,6 +127,10 @@ class Prepared(Record):
         own = prompted(self.layout, prompt - before, 1, chunk, before=before, pipelined=True)
         others = max(held / self.setup.data - 1, 0.0)
         first, between = served(demand, own, self.efficiency, others, answer)
+        if others:
+            alone = served(step(self.layout, 1.0, prompt + answer / 2), own, self.efficiency, 0.0, answer)
+            beside = served(demand, own, self.efficiency, 0.0, answer)
+            first, between = no_worse_than_in_turn((first, between), beside, alone, others + 1, answer)
         if self.setup.offloaded:
             once = self.setup.offloaded / (FETCHED * host_link(self.setup.card))
             first, between = first + own.passes * once, between + once
@@ -188,16 +203,17 @@ class Prepared(Record):
 
     def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float, before: float) -> Speed:
         best_first, best_between = self.best(prompt, answer, inside, before)
-        ttft = self._range("ttft", first, least=best_first)
-        tpot = self._range("tpot", between, least=best_between)
+        spread = self.spread(inside)
+        ttft = self._range("ttft", first, spread, least=best_first)
+        tpot = self._range("tpot", between, spread, least=best_between)
         more = max(answer - 1, 0)
         requests = Range(*(inside / (one + more * other) for one, other in (
             (ttft.high, tpot.high), (ttft.mid, tpot.mid), (ttft.low, tpot.low))))  # fmt: skip
         bounds = self.bounds(prompt, answer, inside, before)
         return Speed(
             ttft=ttft, tpot=tpot, output_rate=_times(requests, answer),
-            request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(),
-            assumption=self.assumption(prompt, before),
+            request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(inside),
+            assumption=self.assumption(prompt, inside, before),
         )  # fmt: skip
 
     def most(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> float:
@@ -217,8 +233,8 @@ class Prepared(Record):
             max(token.weights + token.cache, token.operations + token.attention),
         )
 
-    def _range(self, kind: str, value: float, least: float = 0.0) -> Range:
-        low, high = self.spread[kind]
+    def _range(self, kind: str, value: float, spread: dict[str, tuple[float, float]], least: float = 0.0) -> Range:
+        low, high = spread[kind]
         if self.calibration is not None:
             low, high = self.calibration.spread(kind, low, high)
         return Range(max(value * math.exp(low), least), max(value, least), max(value * math.exp(high), least))
@@ -240,23 +256,30 @@ class Prepared(Record):
                       "overhead": _overhead(token, e)}),
         )  # fmt: skip
 
-    def validated(self) -> str:
+    def _published(self, *, several: bool) -> int:
+        """Published figures of this engine on this card."""
+        from kvctl.speed.efficiency import known
+
+        return known(self.facts["E"], self.facts["C"], several=several)[0]
+
+    def validated(self, inside: float) -> str:
         """What was measured here, and how many published figures of this engine on this card there are; empty where there is neither."""
-        from kvctl.speed.efficiency import fitted
-
         own = (self.calibration.words,) if self.calibration is not None else ()
-        engine = ALIKE.get(self.setup.engine, self.setup.engine)
-        count = fitted()["measured"].get(engine, {}).get(self.setup.card.name, 0)
-        published = (f"{count} published figures of {engine} on {self.setup.card.name}",) if count else ()
-        return "; ".join((*own, *published))
+        count = self._published(several=False)
+        words = f"{plural(count, 'published figure')} of {self.facts['E']} on {self.setup.card.name}"
+        if self.several(inside) and not self._published(several=True):
+            words += ", of one request at a time"
+        return "; ".join((*own, words) if count else own)
 
-    def assumption(self, prompt: int, before: float = 0.0) -> str:
+    def assumption(self, prompt: int, inside: float, before: float = 0.0) -> str:
         """What the figures hang on most."""
         setup, layout = self.setup, self.layout
         if setup.offloaded:
             return f"weights in host memory come at {FETCHED * host_link(setup.card) / 1e9:.3g} GB/s, which nobody measured here"
-        if not self.validated():
+        if not self.validated(inside):
             return f"{setup.engine} reaches as much of {setup.card.name} as it does of its like: nobody published that"
+        if self.calibration is None and self.several(inside) and not self._published(several=True):
+            return f"steps of {setup.engine} on {setup.card.name} grow with their requests as those of its like: nobody published that"
         if layout.tensor > layout.node or (layout.data > 1 and layout.spread > layout.node):
             return f"the network between nodes carries {layout.network / 1e9:g} GB/s of each GPU"
         if layout.work.experts:
@@ -355,8 +378,8 @@ def prepare(setup: Setup, calibration: Calibration | None = None) -> Prepared:
         ConfigError: as `layout_of`.
 
     """
-    from kvctl.speed.efficiency import efficiency, spreads
+    from kvctl.speed.efficiency import efficiency
 
     layout = layout_of(setup)
     facts = facts_of(setup, layout)
-    return Prepared(setup, layout, efficiency(facts), facts, spreads(facts), calibration)
+    return Prepared(setup, layout, efficiency(facts), facts, calibration)

@@ -70,16 +70,31 @@ def efficiency(facts: dict[str, str], table: dict[str, Any] | None = None) -> Ef
     return Efficiency(**values)
 
 
-def spreads(facts: dict[str, str], table: dict[str, Any] | None = None) -> dict[str, tuple[float, float]]:
+FEW = 2
+"""Requests in a step up to which one alone says how long it takes."""
+_ENOUGH = 30
+"""Figures of an engine's batches that make it known how its steps grow."""
+
+
+@cache
+def known(engine: str, card: str, *, several: bool) -> tuple[int, int]:
+    """How many figures were published of an engine on a card, and of it on all cards; `several`: of more than `FEW` requests at once."""
+    measured: dict[str, list[int]] = fitted()["measured"].get(engine, {})
+    which = 1 if several else 0
+    return measured[card][which] if card in measured else 0, sum(row[which] for row in measured.values())
+
+
+def spreads(facts: dict[str, str], *, several: bool) -> dict[str, tuple[float, float]]:
     """Kind of figure (ttft, tpot, rate, prefill) → logarithms that a measurement lies below and above its prediction, nine times of ten.
 
-    Those of combinations that a fit had not seen; wider where no measurement of the engine on the card, or none of the engine, was in it.
+    Those of combinations that a fit had not seen; wider where no measurement of the engine on the card, or none of the engine, was in
+    it, and where none says how its steps grow with `several` requests in them.
     """
-    data = fitted() if table is None else table
-    measured = data["measured"].get(facts["E"], {})
-    known = "combination" if facts["C"] in measured else "card" if measured else "engine"
+    data = fitted()
+    here, anywhere = known(facts["E"], facts["C"], several=several)
+    level = "combination" if here else "card" if anywhere >= (_ENOUGH if several else 1) else "engine"
     found = {}
-    for kind, row in data["spread"][known].items():
+    for kind, row in data["spread"][level].items():
         own = row.get(facts["G"] or facts["E"], row["all"])
         found[kind] = (own[0], own[1])
     return found

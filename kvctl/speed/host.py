@@ -43,7 +43,11 @@ class HostPrepared(Prepared):
     def most(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> float:
         return float("inf")
 
-    def assumption(self, prompt: int, before: float = 0.0) -> str:
+    def spread(self, inside: float) -> dict[str, tuple[float, float]]:
+        """Those of engines that were never measured: of a host nothing is published."""
+        return {kind: (row["all"][0], row["all"][1]) for kind, row in fitted()["spread"]["engine"].items()}
+
+    def assumption(self, prompt: int, inside: float, before: float = 0.0) -> str:
         return "this host reads and multiplies weights of any format as fast as those that were measured"
 
 
@@ -64,10 +68,8 @@ def prepare_host(setup: Setup, measurements: Sequence[Measurement]) -> Prepared:
         )
     bandwidth, flops = (median(rate[kind] for rate in rates) for kind in (0, 1))
     words = f"measured: {', '.join(sorted({one.where for one in found if one.concurrency == least}))}"
-    spread = {kind: (row["all"][0], row["all"][1]) for kind, row in fitted()["spread"]["engine"].items()}
-    return HostPrepared(
-        setup, _layout(setup, bandwidth, flops), _WHOLE, {}, spread, Calibration({}, words)
-    )  # fmt: skip
+    facts = {"E": engine, "C": NAME}
+    return HostPrepared(setup, _layout(setup, bandwidth, flops), _WHOLE, facts, Calibration({}, words))
 
 
 def _layout(setup: Setup, bandwidth: float, flops: float) -> Layout:

@@ -25,6 +25,24 @@ def served(step: Demand, prompt: Demand, e: Efficiency, others: Any, output: Any
     return first, between
 
 
+def no_worse_than_in_turn(
+    together: tuple[float, float], beside: tuple[float, float], alone: tuple[float, float], count: float, output: int
+) -> tuple[float, float]:
+    """Seconds to the first token and between tokens of `count` requests at once, where these are no longer than one after another.
+
+    `beside`: in steps as large, but for waiting for prompts; `alone`: of one by itself. Of prompts that take nearly all of the time,
+    the fitted shares of waiting can add up to more than all.
+    """
+    more = max(output - 1, 0)
+    total, least = (first + more * between for first, between in (together, beside))
+    most = max(count * (alone[0] + more * alone[1]), least)
+    if total <= most:
+        return together
+    kept = (most - least) / (total - least)
+    first, between = (one + kept * (other - one) for one, other in zip(beside, together, strict=True))
+    return first, between
+
+
 def queued(load: float, places: float) -> float:
     """How long a request waits for one of so many places, in times of its service; `load` is the share of them that is taken.
 

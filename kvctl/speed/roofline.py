@@ -80,7 +80,7 @@ class Demand(Record):
     sequences: Any
     """Sequences that are sampled and scheduled."""
     tokens: Any
-    """Tokens in one pass on one rank."""
+    """Tokens in one pass on one rank, of which the last alone goes through the head: as many as make the operations."""
 
 
 FIELDS = Demand._fields
@@ -161,7 +161,8 @@ def prompt(
         (work.dense * dense + work.head * head) / ranks + work.touched(in_pass) * work.expert * each / layout.spread
     )
     # Groups that share the experts compute prompts at the same time: each has its own ranks' part of the operations.
-    multiplied = 2 * total * (work.dense + work.chosen * work.expert) / ranks + 2 * count * work.head / ranks
+    body, head_alone = 2 * total * (work.dense + work.chosen * work.expert) / ranks, 2 * count * work.head / ranks
+    multiplied = body + head_alone
     compared = cached = 0.0
     for group in work.attends:
         far = float(group.limit or 0) or before + tokens
@@ -174,7 +175,7 @@ def prompt(
         overlap = layout.pipeline * passes / (layout.pipeline + passes - 1)
     found = Demand(
         read / peaks.bandwidth, multiplied / peaks.flops, cached / peaks.bandwidth, compared / peaks.flops16, passes * wire, passes * exchanges,
-        passes * work.layers, passes * work.expert_layers, passes, count, in_pass,
+        passes * work.layers, passes * work.expert_layers, passes, count, in_pass * multiplied / body,
     )  # fmt: skip
     if overlap == 1.0:
         return found
