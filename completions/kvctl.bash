@@ -109,15 +109,16 @@ _kvctl() {
         recommend)
             case $prev,$cur in
                 --gpu,*) ask="kvctl recommend --gpu" files=yes ;;
-                --host-memory,*|--nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--shared-prefix,*|--slo,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--verify-args,*|--start-timeout,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
+                --host-memory,*|--nodes,*|-c,*|--ctx,*|--max-model-len,*|--input-tokens,*|--output-tokens,*|--concurrency,*|--rate,*|--shared-prefix,*|--slo,*|--weights-dtype,*|-tp,*|--tensor-parallel-size,*|-pp,*|--pipeline-parallel-size,*|--replicas,*|--max-quality-loss,*|--price,*|-o,*|--output,*|--answer,*|--verify-args,*|--start-timeout,*|--name,*|--served-name,*|--port,*|--host,*|--image,*|--what-if,*|--set,*|--revision,*) words="" ;;
                 --workload,*) words="chat rag agent code" ;;
                 --trace,*|--tokenizer,*|--quality,*|--calibrate,*|--server-log,*) files=yes ;;
                 --goal,*) words="cost latency throughput context quality" ;;
                 --engine,*) words="any vllm sglang tensorrt-llm llama.cpp ollama" ;;
+                --kv-cache-dtype,*|--kv-dtype,*) words="auto fp32 bf16 fp16 fp8 fp8_per_token_head mxfp8 nvfp4 mxfp4 int8 int8_per_token_head int4 int2 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl" ;;
                 --emit,*) words="all command compose kubernetes lws systemd config alerts runbook json" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --max-quality-loss --quality --calibrate --price --emit -o --output --answer --verify --verify-args --server-log --start-timeout --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
+                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --weights-dtype --kv-cache-dtype --kv-dtype -tp --tensor-parallel-size -pp --pipeline-parallel-size --replicas --max-quality-loss --quality --calibrate --price --emit -o --output --answer --verify --verify-args --server-log --start-timeout --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
                 *) ask="kvctl recommend" files=yes ;;
             esac
             ;;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvctl.recommend.answers import Known
     from kvctl.recommend.emit import Site
     from kvctl.recommend.load import Heard
-    from kvctl.recommend.request import Ask
+    from kvctl.recommend.request import Ask, Pins
     from kvctl.recommend.what_if import Side
     from kvctl.spec import ModelSpec
 
@@ -78,6 +79,52 @@ def read_slo(text: str | None) -> tuple[float | None, float | None, float]:
     return None if found.ttft is None else found.ttft / 1e9, None if found.tpot is None else found.tpot / 1e9, percent
 
 
+def read_pins(
+    weights: str | None,
+    kv: str | None,
+    tensor: int | None,
+    pipeline: int | None,
+    replicas: int | None,
+) -> Pins:
+    """What is not to be searched for.
+
+    Raises:
+        UsageError: a format that no engine knows.
+
+    """
+    from kvctl.recommend.request import Pins
+
+    return Pins(
+        None if weights is None else _weights(weights),
+        None if kv is None else _cache(kv),
+        tensor,
+        pipeline,
+        replicas,
+    )
+
+
+def _weights(name: str) -> str:
+    from kvctl.weight_formats import GGUF_BITS, weight_format
+
+    low = name.strip().lower()
+    return low if low in GGUF_BITS else weight_format(low).name
+
+
+def _cache(name: str) -> str:
+    from kvctl.engines import engine
+    from kvctl.recommend.request import SERVERS
+
+    low = name.strip().lower()
+    if low == "auto":
+        return low
+    for one in SERVERS:
+        with contextlib.suppress(UsageError):
+            engine(one).kv_dtype(low, "--kv-cache-dtype")
+            return low
+    raise UsageError(f"--kv-cache-dtype: no engine has a cache in {name[:40]!r}",
+                     hint="auto (16 bits), fp8, int8_per_token_head, nvfp4, q8_0, q4_0, …, as the engine has it")  # fmt: skip
+
+
 def read_loss(text: str | None) -> float | None:
     """Percent: 1, 1%, 0.5."""
     if text is None:
@@ -99,7 +146,7 @@ def asks(
     specs: Sequence[ModelSpec], kinds: Sequence[Sequence[Device]], *, nodes: int, ctx: str | None, prompt: str | None, answer: str | None,
     concurrency: int | None, rate: float | None, engines: Sequence[Engine], slo: str | None, goal: str, max_loss: str | None,
     host: str | None,
-    heard: Heard | None = None, shared: str | None = None,
+    heard: Heard | None = None, shared: str | None = None, pins: Pins | None = None,
 ) -> tuple[Ask, ...]:  # fmt: skip
     """Every model on every kind of hardware, in that order.
 
@@ -120,6 +167,7 @@ def asks(
             spec, devices, nodes=nodes, context=read_length(ctx, "--ctx"), prompt=read_length(prompt, "--input-tokens"),
             answer=read_length(answer, "--output-tokens"), concurrency=concurrency, rate=rate, engines=engines, ttft=ttft, tpot=tpot, slo_percent=percent,
             goal=goal, max_quality_loss=read_loss(max_loss), host=_host(host, devices), heard=heard, shared=read_length(shared, "--shared-prefix"),
+            pins=pins,
         )
         for spec in specs for devices in kinds
     )  # fmt: skip

@@ -91,6 +91,11 @@ ASKED = obj(
         ),
         "goal": text("What to have most of.", "cost", "latency", "throughput", "context", "quality"),
         "max_quality_loss_percent": number("That formats may lose."),
+        "told_weights": maybe(text("The format that was named; null where it was searched for.")),
+        "told_kv_dtype": maybe(text("The same of the cache.")),
+        "told_tensor": maybe(whole("Tensor-parallel ranks.")),
+        "told_pipeline": maybe(whole("Pipeline stages.")),
+        "told_replicas": maybe(whole("Servers side by side.")),
         "engines": listed("That were considered.", STRINGS),
     },
 )

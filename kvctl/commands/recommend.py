@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from kvctl.completing import (
+    complete_cache_formats,
     complete_emit_kinds,
     complete_goals,
     complete_gpus,
@@ -141,6 +142,42 @@ def recommend(
             autocompletion=complete_servers,
         ),
     ] = "any",
+    weights_dtype: Annotated[
+        Optional[str],
+        typer.Option(
+            "--weights-dtype",
+            metavar="NAME",
+            help="These weights and no others: bf16, fp8, w8a8, awq, gptq, w4a16, mxfp4, nvfp4, or a GGUF type (q4_k_m).",
+            show_default=False,
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        Optional[str],
+        typer.Option(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+            metavar="NAME",
+            help="This cache and no other: auto (16 bits), fp8, q8_0, … in any engine's words.",
+            show_default=False,
+            autocompletion=complete_cache_formats,
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        Optional[int],
+        typer.Option(
+            "-tp", "--tensor-parallel-size", metavar="N", help="So many tensor-parallel ranks.", show_default=False
+        ),
+    ] = None,
+    pipeline_parallel: Annotated[
+        Optional[int],
+        typer.Option(
+            "-pp", "--pipeline-parallel-size", metavar="N", help="So many pipeline stages.", show_default=False
+        ),
+    ] = None,
+    replicas: Annotated[
+        Optional[int],
+        typer.Option("--replicas", metavar="N", help="So many servers side by side.", show_default=False),
+    ] = None,
     max_quality_loss: Annotated[
         Optional[str],
         typer.Option(
@@ -318,6 +355,7 @@ def recommend(
     asks = options_recommend.asks(
         specs, hardware, nodes=nodes, ctx=ctx, prompt=input_tokens, answer=output_tokens, concurrency=concurrency, rate=rate,
         engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, host=host_memory, heard=heard, shared=shared_prefix,
+        pins=options_recommend.read_pins(weights_dtype, kv_dtype, tensor_parallel, pipeline_parallel, replicas),
     )  # fmt: skip
     if len(asks) > 1 and (kinds or others or proof is not None):
         raise UsageError(

@@ -97,9 +97,10 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     good = [one for one in ranked if one.meets]
     answers = _answers(ask, good)
     notes = list(ask.notes)
-    if ask.max_quality_loss is None:
+    if ask.max_quality_loss is None and not (ask.pins.weights and ask.pins.kv_dtype):
+        named = ", but for those named" if ask.pins.weights or ask.pins.kv_dtype else ""
         notes.append(
-            f"formats that lose more than {judge.limit:g}% are left out; --max-quality-loss sets another bound"
+            f"formats that lose more than {judge.limit:g}% are left out{named}; --max-quality-loss sets another bound"
         )
     near: tuple[Near, ...] = ()
     impossible: tuple[str, ...] = ()

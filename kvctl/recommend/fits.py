@@ -53,12 +53,19 @@ class Search:
         ask = self.ask
         why = takes.runs(engine, ask.device)
         offered = gguf_types(ask.spec) if engine.slots else checkpoints(ask.spec)
-        considered = space.weights(engine, ask.device, offered)
+        considered = space.weights(engine, ask.device, offered, ask.pins)
         if why or not considered:
             kind = "engine" if why else "format"
+            if not why and ask.pins.weights is not None:
+                why = (
+                    f"{engine.name} runs no {ask.pins.weights} of {ask.spec.id} on {ask.device.name} that is to be had"
+                )
             why = why or (f"{engine.name} takes none of the formats that {ask.spec.id} is to be had in on {ask.device.name}"
                           if offered else f"no format of {ask.spec.id} is known that {engine.name} reads")  # fmt: skip
             self._reject(kind, engine, "", "", 0, why)
+            return
+        if engine.slots and ask.pins.split:
+            self._reject("engine", engine, "", "", 0, f"{engine.name} has no ranks as -tp and -pp count them")
             return
         for checkpoint in considered:
             yield from self._of_weights(engine, checkpoint)
@@ -66,6 +73,18 @@ class Search:
     def _of_weights(self, engine: Engine, checkpoint: Checkpoint) -> Iterator[Candidate]:
         least: int | None = None
         names = takes.caches(engine, self.ask.device, self.ask.spec)
+        names = tuple(name for name in names if self.ask.pins.holds(name))
+        if not names:
+            told = self.ask.pins.kv_dtype or ""
+            self._reject(
+                "format",
+                engine,
+                "",
+                told,
+                0,
+                f"{engine.name} keeps no cache in {told} on {self.ask.device.name} that kvctl would recommend",
+            )
+            return
         try:
             least = self._loaded(engine, checkpoint)
         except KvctlError as error:
@@ -138,7 +157,7 @@ class Search:
             if engine.slots and enough.get((name, count), split.ranks) < split.ranks:
                 continue
             requests = MOST_BATCHED if asked is None else -(-asked // count)
-            if asked is not None and -(-asked // requests) < count:
+            if asked is not None and -(-asked // requests) < count and self.ask.pins.replicas is None:
                 continue  # fewer replicas have as much to do
             found = []
             for batch in space.batches(engine, self.ask, requests):

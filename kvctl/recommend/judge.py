@@ -75,6 +75,10 @@ class Judged(Record):
         return speed.request_rate.mid / max(speed.concurrency, 1e-9)
 
 
+_OWN = "bf16"
+"""A format that loses nothing."""
+
+
 class Judge:
     """Judges candidates of one request."""
 
@@ -95,7 +99,7 @@ class Judge:
         deployment = candidate.deployment
         name = deployment.device.facts.name if deployment.device.facts is not None else deployment.device.name
         price = cost(name, deployment.all_gpus, self.prices, None if speed is None else speed.output_rate)
-        missed, sure = self._missed(candidate, speed, why, loss)
+        missed, sure = self._missed(candidate, speed, why, self.counted(candidate))
         return Judged(candidate, speed, why, loss, price, tuple(missed), sure and not missed, place, share)
 
     # -- speed ------------------------------------------------------------------------------
@@ -179,9 +183,22 @@ class Judge:
             self._losses[key] = self.quality.both(*key)
         return self._losses[key]
 
+    def counted(self, candidate: Candidate) -> Loss:
+        """What is held against it: nothing of a format that was named, unless it was said how much may be lost."""
+        pins, deployment = self.ask.pins, candidate.deployment
+        if self.ask.max_quality_loss is not None or (pins.weights is None and pins.kv_dtype is None):
+            return self.loss(candidate)
+        key = (
+            deployment.weights if pins.weights is None else _OWN,
+            deployment.kv_dtype if pins.kv_dtype is None else _OWN,
+        )
+        if key not in self._losses:
+            self._losses[key] = self.quality.both(*key)
+        return self._losses[key]
+
     def meets(self, candidate: Candidate) -> bool:
         """Whether it meets the request; as `judge` says, and sooner where its formats lose too much."""
-        return not candidate.queues and not self._loses(self.loss(candidate)) and self.judge(candidate).meets
+        return not candidate.queues and not self._loses(self.counted(candidate)) and self.judge(candidate).meets
 
     def _loses(self, loss: Loss) -> bool:
         """Whether that is more than may be lost."""

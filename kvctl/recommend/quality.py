@@ -271,6 +271,12 @@ class Quality(Record):
         return _upon(self.weights(weights), self.cache(cache))
 
 
+def same_cache(one: str, other: str) -> bool:
+    """Whether two words, of whatever engine, name the same kind of cache."""
+    first, second = (_CACHE.get(name.lower(), name.lower()) for name in (one, other))
+    return first == second or {first, second} <= _SIXTEEN
+
+
 def quality_of(spec: ModelSpec, measured: Sequence[Measured] = ()) -> Quality:
     """For a model as its configuration has it."""
     from kvctl.recommend.checkpoints import stored_format

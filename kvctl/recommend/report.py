@@ -81,6 +81,7 @@ def asked_dict(ask: Ask, limit: float) -> dict[str, Any]:
         "model": ask.spec.id, "gpu": ask.device.name, "gpus": ask.gpus, "nodes": ask.nodes, "context": ask.context,
         "prompt_tokens": ask.prompt, "output_tokens": ask.answer, "concurrency": ask.concurrency, "rate": ask.rate,
         "ttft_seconds": ask.ttft, "tpot_seconds": ask.tpot, "slo_percent": ask.slo_percent, "goal": ask.goal, "max_quality_loss_percent": limit,
+        **{f"told_{name}": getattr(ask.pins, name) for name in ask.pins._fields},
         "engines": [engine.name for engine in ask.engines],
     }  # fmt: skip
 

@@ -26,6 +26,34 @@ USUAL_CONTEXT = 32 * 1024
 """Tokens of the longest request where nobody says it and the model takes more."""
 
 
+class Pins(Record):
+    """What is settled already, and not searched for; None is open."""
+
+    weights: str | None = None
+    """A format, in the words of `kvctl size --weights-dtype`."""
+    kv_dtype: str | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    replicas: int | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether anything says how one server lies on GPUs."""
+        return self.tensor is not None or self.pipeline is not None
+
+    def wants(self, weights: str) -> bool:
+        """Whether weights may have this format; "fp8" is each of its kinds."""
+        own = self.weights
+        return own is None or weights == own or (own == "fp8" and weights.startswith("fp8-"))
+
+    def holds(self, cache: str) -> bool:
+        """Whether keys and values may have this format, in any engine's word; "fp8" is either of its kinds."""
+        from kvctl.recommend.quality import same_cache
+
+        own = self.kv_dtype
+        return own is None or same_cache(cache, own) or (own == "fp8" and cache.startswith("fp8_e"))
+
+
 class Ask(Record):
     """A request, checked; tokens, seconds, requests a second."""
 
@@ -59,6 +87,7 @@ class Ask(Record):
     """What was assumed."""
     reuse: Reuse | None = None
     """How much of a prompt is found in a cache; None where nothing says it, and nothing is counted on."""
+    pins: Pins = Pins()
 
     @property
     def all_gpus(self) -> int:
@@ -84,6 +113,7 @@ def ask(
     host: int | None = None,
     heard: Heard | None = None,
     shared: int | None = None,
+    pins: Pins | None = None,
 ) -> Ask:
     """A request with what it leaves out filled in; `devices` are those of one node, `engines` none for all.
 
@@ -133,10 +163,22 @@ def ask(
     for value, name in ((max_quality_loss, "--max-quality-loss"), (host, "memory of the host")):
         if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{name}: {value:g} is out of range", hint="0 or more")
+    pins = pins or Pins()
+    _check_pins(pins, gpus * nodes)
     return Ask(
         spec, device, gpus, nodes, context, prompt, answer, concurrency, rate, _engines(engines, device), ttft, tpot, slo_percent,
-        goal, max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes), reuse,
+        goal, max_quality_loss, host, (*dict.fromkeys(note for one in devices for note in one.notes), *notes), reuse, pins,
     )  # fmt: skip
+
+
+def _check_pins(pins: Pins, gpus: int) -> None:
+    for value, name in ((pins.tensor, "-tp"), (pins.pipeline, "-pp"), (pins.replicas, "--replicas")):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} {value} is out of range", hint="1 or more")
+    wanted = (pins.tensor or 1) * (pins.pipeline or 1) * (pins.replicas or 1)
+    if wanted > max(gpus, 1):
+        raise UsageError(f"{plural(wanted, 'GPU')} are wanted by -tp, -pp and --replicas, and there "
+                         f"{'is' if gpus == 1 else 'are'} {gpus}", hint=f"--gpu {wanted}xNAME, or fewer ranks")  # fmt: skip
 
 
 def _hardware(devices: Sequence[Device], nodes: int) -> tuple[Device, int]:

@@ -36,7 +36,7 @@ from kvctl.engines import Engine
 from kvctl.hardware import Device
 from kvctl.recommend import takes
 from kvctl.recommend.checkpoints import Checkpoint
-from kvctl.recommend.request import Ask
+from kvctl.recommend.request import Ask, Pins
 from kvctl.record import Record
 from kvctl.spec import Attention, LatentAttention, ModelSpec
 
@@ -72,21 +72,27 @@ def splits(engine: Engine, ask: Ask) -> Iterator[Split]:
     if not ask.gpus:
         yield Split(gpus=0)
         return
+    pins = ask.pins
     if engine.slots:
-        yield from (Split(gpus=count) for count in range(1, ask.gpus + 1))
+        yield from (Split(gpus=count) for count in range(1, ask.gpus + 1) if not pins.split)
         return
     found = [*_within(engine, ask), *_over_nodes(engine, ask)]
+    if pins.split:
+        # What is told is tried, if it is left out elsewhere for something better.
+        told = Split(pins.tensor or 1, pins.pipeline or 1, gpus=(pins.tensor or 1) * (pins.pipeline or 1))
+        found += [told] if told.gpus <= ask.gpus else []
+        found = [one for one in found if pins.tensor in (None, one.tensor) and pins.pipeline in (None, one.pipeline)]
     yield from sorted(dict.fromkeys(found), key=lambda one: (one.ranks, one.nodes, one.pipeline, one.data, one.dealt))
 
 
 def offloading(engine: Engine, ask: Ask) -> Split | None:
     """The server whose weights may stay in host memory in part, on all GPUs of a node; None where an engine has no such option."""
     if engine.slots:
-        return Split(gpus=ask.gpus)
+        return None if ask.pins.split else Split(gpus=ask.gpus)
     if engine.name == "tensorrt-llm":
         return None
-    tensor = _tensors(ask.spec, ask.gpus)[-1]
-    return Split(tensor, gpus=tensor)
+    tensor = ask.pins.tensor or _tensors(ask.spec, ask.gpus)[-1]
+    return Split(tensor, gpus=tensor) if ask.pins.pipeline in (None, 1) else None
 
 
 def staged(split: Split, ask: Ask) -> bool:
@@ -99,7 +105,8 @@ def replicas(split: Split, ask: Ask) -> range:
     if not split.gpus:
         return range(1, 2)
     most = ask.nodes // split.nodes if split.nodes > 1 else ask.nodes * (ask.gpus // split.gpus)
-    return range(1, most + 1)
+    told = ask.pins.replicas
+    return range(1, most + 1) if told is None else range(told, min(told, most) + 1)
 
 
 def _within(engine: Engine, ask: Ask) -> Iterator[Split]:
@@ -184,14 +191,22 @@ def linked(device: Device) -> bool:
     return bool(device.facts is not None and device.facts.link_gbs)
 
 
-def weights(engine: Engine, device: Device, offered: tuple[Checkpoint, ...]) -> tuple[Checkpoint, ...]:
+_OPEN = Pins()
+
+
+def weights(
+    engine: Engine, device: Device, offered: tuple[Checkpoint, ...], pins: Pins = _OPEN
+) -> tuple[Checkpoint, ...]:
     """Of the formats that are to be had, those that are considered for an engine on a device."""
+    offered = tuple(one for one in offered if pins.wants(one.weights))
     if engine.slots:
         return offered
     taken = [
         (one, how) for one in offered if (how := takes.weights(engine, device, one.weights)) is not None
         and not (one.made == "load" and not how.load) and not (one.made == "make" and engine.name == "tensorrt-llm")
     ]  # fmt: skip
+    if pins.weights is not None:
+        return tuple(one for one, _ in taken)
     eight = any(one.weights.startswith("fp8") and takes.computes(how, device) for one, how in taken)
     best: dict[str, tuple[tuple[bool, int, bool, int], Checkpoint]] = {}
     for order, (one, how) in enumerate(taken):
