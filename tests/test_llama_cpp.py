@@ -197,6 +197,15 @@ def test_a_logical_batch_bounds_the_physical_one() -> None:
     assert any("logical one of 256 tokens" in reason for reason in small.reasons)
 
 
+def test_what_a_request_has_of_a_divided_context_is_said() -> None:
+    """32,768 / 4; one cache that all share has no such parts."""
+    assert (
+        "--ctx is that of 4 slots together: a request has 8,192 tokens"
+        in plan("qwen3-8b", 32768, slots=4, unified=False).reasons
+    )
+    assert not any("together" in reason for reason in plan("qwen3-8b", 32768, slots=4, unified=True).reasons)
+
+
 def test_a_slot_may_be_limited() -> None:
     limited = plan("qwen3-8b", 32768, slots=4, unified=True, slot_limit=8192)
     assert limited.longest_sequence == 8192

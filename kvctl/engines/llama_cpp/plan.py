@@ -181,6 +181,8 @@ def _reasons(context: int, laid: Laid, stored: Storage, serving: Serving) -> lis
         reasons.append(
             f"{laid.slots} slots on one unified cache, as llama-server has it; --parallel sets another number"
         )
+    if not laid.unified and laid.slots > 1:
+        reasons.append(f"--ctx is that of {laid.slots} slots together: a request has {laid.cells:,} tokens")
     if laid.context != context:
         reasons.append(f"{context:,} tokens become {laid.context:,} cells: every stream has a multiple of {laid.pad}")
     for cache in stored.caches:
