@@ -141,6 +141,9 @@ def _t5(d_kv: int, why: str) -> Fix:
 
 
 FIXES: dict[str, Fix] = {
+    "allenai/OLMoE-1B-7B-0924": Fix(
+        "experts of 1,024: with them the parameter count is exact; with the class's 2,048 it is not",
+        {"intermediate_size": 1024}),
     "bigscience/bloom": _bloom(14336),
     "bigscience/bloom-1b1": _bloom(1536),
     "bigscience/bloom-3b": _bloom(2560),
@@ -180,6 +183,8 @@ FIXES: dict[str, Fix] = {
         {"num_key_value_heads": 1, "head_dim": 256}),
     "hpcai-tech/grok-1": _typed("grok-1", "by name; the shape is that of xAI's own code"),
     "HuggingFaceH4/zephyr-7b-beta": Fix(_FROM_V01, {"sliding_window": 4096}),
+    "ibm-granite/granite-4.0-h-micro": Fix(
+        "tied embeddings: with them the parameter count is exact", {"tie_word_embeddings": True}),
     "ibm-granite/granite-4.0-h-small": Fix(
         "128 heads of 64 in one group: with them the parameter count is exact; attention at the places of "
         "granite-4.0-h-micro, which has as many layers of each kind",
@@ -230,9 +235,10 @@ FIXES: dict[str, Fix] = {
     "Qwen/Qwen3.5-4B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
     "Qwen/Qwen3.6-27B": Fix(_SSM, {"mamba_ssm_dtype": "float32"}),
     "rednote-hilab/dots.llm1.base": Fix(
-        "hidden size 4096 and heads of 128 (dots.llm1 report): with them the parameter count is exact; "
-        "with the class's 4608 it is not",
-        {"hidden_size": 4096, "head_dim": 128, "sliding_window": None}),
+        "hidden size 4096, heads of 128, 128 experts of which 6 are chosen and 2 shared, a first layer without (dots.llm1 report): "
+        "with them the parameter count is exact; with the class's 4608 and no experts it is not",
+        {"hidden_size": 4096, "head_dim": 128, "sliding_window": None, "n_routed_experts": 128, "n_shared_experts": 2,
+         "num_experts_per_tok": 6, "first_k_dense_replace": 1}),
     "stabilityai/FreeWilly2": _typed("llama", "tuned from Llama 2 70B"),
     "stabilityai/stablelm-base-alpha-7b": _typed("gpt_neox", _NEOX),
     "swiss-ai/Apertus-8B-Instruct-2509": Fix(

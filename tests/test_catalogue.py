@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.engines import ENGINES, IDEAL, TRANSFORMERS, Engine
-from kvctl.errors import ExitCode, SourceError, UsageError
+from kvctl.errors import ExitCode, KvctlError, SourceError, UsageError
 from kvctl.formats import BF16, plain
 from kvctl.model import build_spec
+from kvctl.parameters import parameters
 from kvctl.sources import catalogue
 from kvctl.spec import (
     Attention,
@@ -401,3 +402,43 @@ def test_a_lookup_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("", "fnmatch")  # importlib may have fnmatch
+
+
+# -- parameters ---------------------------------------------------------------------------------
+
+
+def test_configurations_have_the_parameters_that_are_published() -> None:
+    """What follows from a configuration beside the count of its files: a field that is missing or a class's default shows.
+
+    Counts of files have layers that draft tokens (up to 4.1% of GLM-4.7-Flash), and may be without a head (e5).
+    """
+    # These files have the tied head a second time: 151,936 x 1,024 and x 2,048 parameters.
+    twice = {"Qwen/Qwen3-0.6B": 151_936 * 1024, "Qwen/Qwen3-1.7B": 151_936 * 2048}
+    counted = 0
+    for name in NAMES:
+        one = spec(name)
+        if one.weights is None or one.weights.parameters is None:
+            continue
+        try:
+            tensors = parameters(one.config, "BF16", whole=one.whole)
+        except KvctlError:
+            continue
+        counted += 1
+        found = sum(tensor.elements * tensor.count for tensor in tensors) + twice.get(name, 0)
+        assert 0.955 < found / one.weights.parameters < 1.02, name
+    assert counted > 150
+
+
+@pytest.mark.parametrize(("name", "count"), [
+    # 16 layers of 64 experts of 3 x 2,048 x 1,024, of 4 x 2,048² and two norms over heads, 50,304 x 2,048 twice.
+    ("allenai/OLMoE-1B-7B-0924", 6_919_161_856),
+    ("ibm-granite/granite-4.0-h-micro", 3_191_396_096),
+    ("rednote-hilab/dots.llm1.base", 142_774_381_696),
+])  # fmt: skip
+def test_parameters_to_the_unit(name: str, count: int) -> None:
+    """As the Hub counts them in the files."""
+    found = spec(name)
+    tensors = parameters(found.config, "BF16", whole=True)
+    assert sum(tensor.elements * tensor.count for tensor in tensors) == count
+    assert found.weights is not None
+    assert found.weights.parameters == count
