@@ -19,11 +19,11 @@ settings.register_profile("noisy", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("noisy")
 
 # Under nohup, or behind a script's &, signals are ignored, and so they would be in programs that tests start and signal:
-# what is handled here is as the system has it there.
+# what is handled here is as the system has it there. SIGINT is as Python has it, for what it leaves alone where it is ignored.
 for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
     _number = getattr(signal, _name, None)
     if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, lambda *_: None)
+        signal.signal(_number, signal.default_int_handler if _name == "SIGINT" else lambda *_: None)
 
 DATA = Path(__file__).parent / "data"
 
