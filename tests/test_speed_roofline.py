@@ -70,6 +70,20 @@ def test_ranks_divide_weights_and_cache_and_exchange_activations() -> None:
     assert step(layout(tensor=16), 4, 1000).cache == pytest.approx(one.cache / 8)
 
 
+def test_tokens_dealt_out_are_read_once_and_exchanged_in_every_layer() -> None:
+    whole, dealt = (step(layout("deepseek-ai/DeepSeek-V3", "H200", "fp8", tensor=8, dealt=n), 4, 20_000) for n in (1, 8))
+    # 61 layers' latents lie on one rank of eight each.
+    assert dealt.cache == pytest.approx(whole.cache / 8)
+    # Queries of 576 numbers (512 of latent, 64 rotated) and outputs of 512, of 16 heads a rank, come from 7 other ranks: 2 bytes
+    # each, over NVLink with 450 GB/s one way.
+    moved = 61 * 4 * 16 * (576 + 512) * 2 * 7
+    assert dealt.wire - whole.wire == pytest.approx(moved / 450e9)
+    # Queries, sums and outputs: three times in each layer, beside the two sums of tensor parallelism.
+    assert dealt.exchanges / whole.exchanges == pytest.approx((2 + 3) / 2)
+    plain = layout("deepseek-ai/DeepSeek-V3", "H200", "fp8", tensor=8)
+    assert prompt(plain.replace(context_parallel=8), 4096) == prompt(plain, 4096)
+
+
 def test_mixtures_read_the_experts_that_are_chosen() -> None:
     bandwidth, flops, _ = A100
     laid = layout("mistralai/Mixtral-8x7B-Instruct-v0.1")

@@ -132,7 +132,7 @@ def step(layout: Layout, batch: float, length: float) -> Demand:
         cached += alone * group.layers * group.row * seen / share
         compared += alone * group.layers * group.step * seen / ranks
     states = 2 * alone * work.state / ranks  # read and written
-    wire, exchanges = _wire(layout, alone)
+    wire, exchanges = (one + more for one, more in zip(_wire(layout, alone), _dealt(layout, alone), strict=True))
     return Demand(
         read / peaks.bandwidth, multiplied / peaks.flops, (cached + states) / peaks.bandwidth, compared / peaks.flops16, wire, exchanges,
         work.layers, work.expert_layers, layout.pipeline, alone, alone,
@@ -204,6 +204,20 @@ def _wire(layout: Layout, tokens: float) -> tuple[float, float]:
         waits += 2 * work.expert_layers * (1 + math.log2(layout.data)) / 2
     waits += layout.pipeline - 1
     return seconds, waits
+
+
+def _dealt(layout: Layout, tokens: float) -> tuple[float, float]:
+    """The same of decoded tokens whose keys are dealt out: in each layer that attends, ranks gather the queries, and the sums and
+    outputs of all (vLLM's query_gather and cp_lse_ag_out_rs; SGLang's layers/dcp).
+    """
+    work, ranks = layout.work, layout.context_parallel
+    if ranks == 1:
+        return 0.0, 0.0
+    # An operation of a step is half a multiplication with a number of a query or of an output, each of 2 bytes.
+    moved = sum(group.layers * group.step for group in work.attends) * tokens * (ranks - 1) / layout.tensor
+    layers = sum(group.layers for group in work.attends)
+    bandwidth, _ = layout.wire
+    return moved / bandwidth if bandwidth else 0.0, 3 * layers * (1 + math.log2(ranks)) / 2
 
 
 # -- seconds: of numbers, or of arrays ------------------------------------------------------------------
