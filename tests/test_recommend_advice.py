@@ -498,6 +498,23 @@ def test_the_papers_throughput_lies_in_the_range() -> None:
     assert least < 1.38 < most
 
 
+def test_a_layer_that_drafts_takes_memory() -> None:
+    def eagle(**numbers: Any) -> Advice:
+        return named(
+            speculative.speculative(case(work={"concurrency": 1}, numbers=numbers)), "speculative decoding: EAGLE-3"
+        )
+
+    # 65 × 10^9 bytes in 64 layers: 1,015,625,000 each, 968.6 MiB; one layer more is 1.6% of 64.
+    assert (
+        "its layer takes about 968.6 MiB of a GPU (as one of 64 does) and 1.6% of the cache"
+        in eagle(free=2 * GB).because
+    )
+    assert eagle(free=1_015_625_000).verdict == "yes"
+    short = eagle(free=1_015_624_999)
+    assert short.verdict == "depends"
+    assert short.because.endswith("and 968.6 MiB are free: the cache has to be smaller by it")
+
+
 def test_speculation_by_acceptance_and_batch() -> None:
     def verdict(name: str, batch: int, **acceptance: float) -> str:
         given = case(work={"concurrency": batch}, numbers={"acceptance": acceptance})

@@ -71,7 +71,9 @@ def test_ranks_divide_weights_and_cache_and_exchange_activations() -> None:
 
 
 def test_tokens_dealt_out_are_read_once_and_exchanged_in_every_layer() -> None:
-    whole, dealt = (step(layout("deepseek-ai/DeepSeek-V3", "H200", "fp8", tensor=8, dealt=n), 4, 20_000) for n in (1, 8))
+    whole, dealt = (
+        step(layout("deepseek-ai/DeepSeek-V3", "H200", "fp8", tensor=8, dealt=n), 4, 20_000) for n in (1, 8)
+    )
     # 61 layers' latents lie on one rank of eight each.
     assert dealt.cache == pytest.approx(whole.cache / 8)
     # Queries of 576 numbers (512 of latent, 64 rotated) and outputs of 512, of 16 heads a rank, come from 7 other ranks: 2 bytes

@@ -55,6 +55,7 @@ def _numbers(one: Judged, ask: Ask, judge: Judge, found: Found) -> Numbers:
         capacity=None if candidate.capacity is None else candidate.capacity // deployment.replicas,
         rank_weights=stack.weights,
         graph_bytes=graphs[0] if graphs else None,
+        free=stack.headroom,
         prefill_rate=prefill,
         tpot=speed.tpot if speed is not None else None,
         ttft=speed.ttft if speed is not None else None,

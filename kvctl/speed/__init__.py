@@ -281,7 +281,9 @@ class Prepared(Record):
         if self.calibration is None and self.several(inside) and not self._published(several=True):
             return f"steps of {setup.engine} on {setup.card.name} grow with their requests as those of its like: nobody published that"
         if layout.context_parallel > 1:
-            return f"what it takes to deal tokens out over {layout.context_parallel} ranks: no published figure has that"
+            return (
+                f"what it takes to deal tokens out over {layout.context_parallel} ranks: no published figure has that"
+            )
         if layout.tensor > layout.node or (layout.data > 1 and layout.spread > layout.node):
             return f"the network between nodes carries {layout.network / 1e9:g} GB/s of each GPU"
         if layout.work.experts:

@@ -118,6 +118,8 @@ class Numbers(Record):
     """Bytes of the weights on one rank."""
     graph_bytes: int | None = None
     """CUDA graphs on one rank."""
+    free: int | None = None
+    """Bytes of the fullest rank that nothing is promised of."""
     prefill_rate: Range | None = None
     """Prompt tokens that one replica computes in a second, without a queue."""
     tpot: Range | None = None

@@ -4,14 +4,15 @@ Of k tokens that are drafted, each accepted with chance a, a step yields (1 - a^
 arXiv 2211.17192). A step that verifies k + 1 tokens for each request takes no longer than one, as long as reading the weights
 takes longer than computing: up to `ridge` tokens in a step, and beyond that in proportion. Of a mixture more tokens read more
 experts: how many times as fast it is lies between that of a model that is all experts and that of one whose experts are all read anyway. Drafting takes a share of a step for each
-token: that of one layer and the head, for methods that add a layer. What attention reads is not multiplied: all of a request's tokens share it.
+token: that of one layer and the head, for methods that add a layer, whose memory is then counted as one layer's too. What attention
+reads is not multiplied: all of a request's tokens share it.
 """
 
 from __future__ import annotations
 
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
-from kvctl.recommend.advice.case import DEPENDS, NO, YES, Advice, Case
+from kvctl.recommend.advice.case import DEPENDS, NO, YES, Advice, Case, size
 from kvctl.record import Record
 
 WORTH = 1.1
@@ -171,9 +172,25 @@ def _one(case: Case, method: Method, step: Step | None, batch: int) -> Advice:
             )
         because = f"{room}: it is {WORTH:g} times as fast where {needed:.0%} of the guesses are right"
         return Advice(technique, DEPENDS, because, how, method.source)
+    taken, fits = _memory(case, method)
     least = min(speed_up(low, tokens, draft, batch, one) for one in slower)
     most = max(speed_up(high, tokens, draft, batch, one) for one in (step, step.replace(whole=True)))
     rate = f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}"
     words = f"{room}: with {rate} of the guesses right it is {least:.2f} to {most:.2f} times as fast"
-    verdict = YES if least >= WORTH else NO if most < WORTH else DEPENDS
-    return Advice(technique, verdict, words, how if verdict != NO else None, method.source)
+    verdict = YES if least >= WORTH and fits else NO if most < WORTH else DEPENDS
+    return Advice(
+        technique, verdict, words if verdict == NO else words + taken, how if verdict != NO else None, method.source
+    )
+
+
+def _memory(case: Case, method: Method) -> tuple[str, bool]:
+    """What a layer that drafts takes of a GPU, in words, and whether that is free: estimated as one of the model's own."""
+    if method.draft is not None:
+        return "", True
+    numbers, layers, deployment = case.numbers, max(1, len(case.spec.layers)), case.deployment
+    stages = max(deployment.gpus, 1) if deployment.engine.slots else deployment.serving.pipeline_parallel or 1
+    weights = numbers.rank_weights * stages // layers
+    words = f"; its layer takes about {size(weights)} of a GPU (as one of {layers:,} does) and {1 / layers:.1%} of the cache"
+    if numbers.free is None or weights <= numbers.free:
+        return words, True
+    return f"{words}, and {size(max(numbers.free, 0))} are free: the cache has to be smaller by it", False
