@@ -62,7 +62,7 @@ def asked_words(found: Recommendation) -> str:
         else f"{ask.gpus} × {ask.device.name}" + (f" in each of {ask.nodes} nodes" if ask.nodes > 1 else "")
     )
     load = (
-        f"{ask.rate:g} requests a second"
+        ("1 request a second" if ask.rate == 1 else f"{ask.rate:.4g} requests a second")
         if ask.rate is not None
         else f"{plural(ask.concurrency or 1, 'request')} at once"
     )
@@ -126,8 +126,8 @@ def figures(one: Judged, ask: Ask) -> list[tuple[str, str, str]]:
         out.append(
             (
                 "throughput",
-                f"{rate.mid:,.0f} tok/s",
-                f"{rate.low:,.0f} to {rate.high:,.0f} output tokens a second, {speed.request_rate.mid:,.3g} requests a second",
+                f"{_whole(rate.mid)} tok/s",
+                f"{_whole(rate.low)} to {_whole(rate.high)} output tokens a second, {speed.request_rate.mid:,.3g} requests a second",
             )
         )
         out.append(("how sure", sure, f"hangs on: {speed.assumption}"))
@@ -162,6 +162,11 @@ def loss_words(loss: Loss) -> str:
 
 def _span(found: Range) -> str:
     return f"{seconds(found.low)} to {seconds(found.high)}"
+
+
+def _whole(value: float) -> str:
+    """A rate, with a digit after the point where it is small."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _memory(screen: Screen, one: Judged) -> None:
@@ -200,8 +205,8 @@ def _cells(one: Judged) -> list[str]:
     speed = one.speed
     hour = "–" if one.cost.per_hour is None else f"{one.cost.per_hour:,.2f}/h"
     return [
-        str(one.cost.gpus), f"{one.candidate.at_once:,}", "–" if speed is None else seconds(speed.ttft.mid),
-        "–" if speed is None else seconds(speed.tpot.mid), "–" if speed is None else f"{speed.output_rate.mid:,.0f}",
+        str(one.cost.gpus), f"{one.candidate.usual_at_once:,}", "–" if speed is None else seconds(speed.ttft.mid),
+        "–" if speed is None else seconds(speed.tpot.mid), "–" if speed is None else _whole(speed.output_rate.mid),
         "?" if one.loss.percent is None else f"{max(one.loss.percent.mid, 0):.2g}%", hour,
     ]  # fmt: skip
 
@@ -222,12 +227,14 @@ def _where(found: Recommendation) -> str:
 
 
 def _matrix(report: RecommendReport) -> list[list[str]]:
-    out = [["model", "on", "configuration", "GPUs", "requests", "TTFT", "TPOT", "tok/s", "loss", "cost"]]
+    out = [["model", "on", "configuration", *_HEAD[2:7], "range", *_HEAD[7:]]]
     for found in report.each:
         model, where = found.ask.spec.id, _where(found)
         if found.answers:
             one = found.answers[0].judged
-            out.append([model, where, in_words(one.candidate), *_cells(one)])
+            made = " (weights to be made first)" if one.candidate.deployment.made == "make" else ""
+            cells = _cells(one)
+            out.append([model, where, in_words(one.candidate) + made, *cells[:5], _certain(one), *cells[5:]])
         else:
             why = (
                 found.impossible[0]
@@ -236,8 +243,17 @@ def _matrix(report: RecommendReport) -> list[list[str]]:
                 if found.nearest
                 else "nothing near"
             )
-            out.append([model, where, f"nothing meets it; {why}", *["–"] * 7])
+            out.append([model, where, f"nothing meets it; {why}", *["–"] * 8])
     return [[one_line(cell) for cell in row] for row in out]
+
+
+def _certain(one: Judged) -> str:
+    """The range of a rate, and whether such predictions were ever compared with a measurement."""
+    speed = one.speed
+    if speed is None:
+        return "–"
+    found = f"{_whole(speed.output_rate.low)} to {_whole(speed.output_rate.high)}"
+    return found if speed.validated else f"{found}, unvalidated"
 
 
 def print_matrix(screen: Screen, report: RecommendReport) -> None:
@@ -245,9 +261,9 @@ def print_matrix(screen: Screen, report: RecommendReport) -> None:
     head, *rows = _matrix(report)
     screen.tables(
         2,
-        "llrrrrrrrr"[:2] + "l" + "r" * 7,
+        "lllrrrrrrrr",
         [(head, None, "dim"), *((row, None, "" if row[3] != "–" else "red") for row in rows)],
-        [1, 7],
+        [1, 8],
     )
 
 

@@ -306,12 +306,13 @@ def widest(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(data: Data) -> dict[str, dict[str, list[int]]]:
-    """Engine → card → figures, and how many of these are of several requests at once."""
+    """Engine → card → figures, those of several requests at once, and both of engines since 2025."""
     out: dict[str, dict[str, list[int]]] = {}
     for o in data.observed:
-        row = out.setdefault(o.facts["E"], {}).setdefault(o.facts["C"], [0, 0])
-        row[0] += 1
-        row[1] += o.several
+        row = out.setdefault(o.facts["E"], {}).setdefault(o.facts["C"], [0, 0, 0, 0])
+        for place in (0, 2) if not o.facts["G"] else (0,):
+            row[place] += 1
+            row[place + 1] += o.several
     return {engine: dict(sorted(row.items())) for engine, row in sorted(out.items())}
 
 

@@ -76,10 +76,10 @@ EXIT_MEANING_OF["kvctl serve-test"] = {
 }
 
 EXIT_MEANING_OF["kvctl recommend"] = {
-    ExitCode.OK: "Done: something meets the request. Of a matrix: done.",
+    ExitCode.OK: "Done: something meets the request; of a matrix, one request of it at least.",
     ExitCode.FAILED: EXIT_MEANING[ExitCode.FAILED],
     ExitCode.USAGE: EXIT_MEANING[ExitCode.USAGE],
-    ExitCode.ANSWER_IS_NO: "Nothing meets the request; what would is said.",
+    ExitCode.ANSWER_IS_NO: "Nothing meets the request, or any of a matrix; what would is said.",
     ExitCode.INTERRUPTED: EXIT_MEANING[ExitCode.INTERRUPTED],
 }
 

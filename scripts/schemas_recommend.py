@@ -154,6 +154,12 @@ ROW = obj(
         "ttft_seconds": maybe(number("The likeliest.")),
         "tpot_seconds": maybe(number("The likeliest.")),
         "output_tokens_per_second": maybe(number("The likeliest.")),
+        "output_tokens_per_second_low": maybe(number("The least, nine times of ten.")),
+        "output_tokens_per_second_high": maybe(number("The most.")),
+        "validated": of(
+            ["string", "null"], "How many published figures such predictions were compared with, or unvalidated."
+        ),
+        "made_first": of(["string", "null"], "How its weights are made; null where they are there."),
         "quality_loss_percent": of(["number", "null"], "The likeliest."),
         "per_hour": maybe(number("By --price.")),
         "nearest": of(["string", "null"], "What would meet it."),

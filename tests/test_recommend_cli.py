@@ -60,7 +60,22 @@ def test_several_make_a_matrix_in_every_form(kvctl: Run) -> None:
     assert len(kvctl(*many, "--format", "csv").out.splitlines()) == 5
     assert "gpt-oss-20b" in kvctl(*many).out
     # Words to the left, numbers to the right.
-    assert table.splitlines()[1] == "|---|---|---|" + "---:|" * 7
+    assert table.splitlines()[1] == "|---|---|---|" + "---:|" * 8
+    # What the rate lies between, and how sure it is, stands beside it.
+    for row in document["rows"]:
+        assert (
+            row["output_tokens_per_second_low"]
+            <= row["output_tokens_per_second"]
+            <= row["output_tokens_per_second_high"]
+        )
+        assert row["validated"]
+
+
+def test_a_matrix_in_which_nothing_meets_the_request_is_a_no(kvctl: Run) -> None:
+    # 72 milliards of weights in four bits are 36 GB, and these cards have 24 and 16.
+    none = kvctl("recommend", "Qwen2.5-72B-Instruct", "--gpu", "L4,T4", "--ctx", "4k")
+    assert none.code == 3
+    assert kvctl("recommend", "Qwen2.5-72B-Instruct", "Qwen3-8B", "--gpu", "L4", "--ctx", "4k").code == 0
 
 
 def test_notes_of_a_matrix_are_said_once(kvctl: Run) -> None:

@@ -383,5 +383,5 @@ def recommend(
         output_recommend.emit_recommend(report, form, quiet=quiet)
     if report.interrupted:
         raise KeyboardInterrupt
-    if len(asks) == 1 and not (report.met and report.proven):
+    if not (report.met and report.proven):
         raise SystemExit(ExitCode.ANSWER_IS_NO)

@@ -213,8 +213,8 @@ def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
     made = best.candidate.deployment.made == "make"
     kinds: tuple[tuple[str, str, Callable[[Judged], bool]], ...] = (
         ("ready to run", ask.goal, lambda one: made and one.candidate.deployment.made != "make"),
-        ("cheaper", "cost", lambda one: _money(one) <= LESS * _money(best) and _worth(one) >= _worth(best) / 2),
-        ("faster", "latency", lambda one: one.total < FASTER * best.total),
+        ("cheaper", "cost", lambda one: 0 < _money(one) <= LESS * _money(best) and _worth(one) >= _worth(best) / 2),
+        ("faster", "latency", lambda one: best.speed is not None and one.total < FASTER * best.total and one.time < best.time),
         ("higher quality", "quality", lambda one: _lost(one) < _lost(best) - 0.05),
         ("more throughput", "throughput", lambda one: _rate(one) > _rate(best) / FASTER),
         ("another engine", ask.goal, lambda one: one.candidate.deployment.engine.name not in {
@@ -282,9 +282,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     else:
         out.append(f"has room for {plural(candidate.usual_at_once, 'usual request')} at once")
         if one.speed is not None and one.speed.sustained:
-            out.append(
-                f"{plural(math.ceil(one.speed.concurrency), 'request')} at once are in service at {ask.rate:g} a second"
-            )
+            out.append(f"{math.ceil(one.speed.concurrency):,} at once are in service at {ask.rate:.4g} a second")
     if deployment.made == "make":
         out.append(f"first: {candidate.checkpoint.how}")
     elif deployment.made == "load":
@@ -325,7 +323,7 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
         return words, "a cache in 8 bits holds about twice as much" if quarter else "more GPUs, or shorter requests"
     if one.speed is None:
         return "not known: its speed is not", "--verify measures it"
-    bound = one.speed.decode_bound
+    bound = "host" if candidate.offloaded else one.speed.decode_bound
     spare = f"; the cache would hold {1 / used:.1f} times as much" if used > 0 else ""
     more = {
         "weights": (
@@ -335,6 +333,10 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
         "cache": ("reading the cache in every step", "a cache in fewer bits, or shorter requests"),
         "compute": ("arithmetic in every step", "more GPUs, or weights in a format that tensor cores multiply faster"),
         "communication": ("exchange between GPUs", "fewer tensor-parallel ranks and more replicas"),
+        "host": (
+            f"fetching {format_bytes(candidate.offloaded)} of weights from host memory in every step",
+            "fewer bits, or more GPUs, that hold all of the weights; more requests at once share what is fetched",
+        ),
         "overhead": ("launches and scheduling", "more requests at once; they cost little more"),
     }
     words, change = more[bound]

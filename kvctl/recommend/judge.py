@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError
@@ -57,8 +56,13 @@ class Judged(Record):
 
     @property
     def total(self) -> float:
-        """Seconds of one request from its start to its end; infinite where that is not known."""
-        return math.inf if self.speed is None or not self.speed.sustained else 1 / self.per_second
+        """Seconds of one request from its start to its end, as is likeliest; infinite where that is not known."""
+        return math.inf if self.speed is None else self.speed.total.mid
+
+    @property
+    def time(self) -> float:
+        """The same to count on: between the likeliest and the most, as `rate` is."""
+        return math.inf if self.speed is None else math.sqrt(self.speed.total.mid * self.speed.total.high)
 
     @property
     def rate(self) -> float:
@@ -67,12 +71,6 @@ class Judged(Record):
             return 0.0
         found = self.speed.output_rate
         return math.sqrt(found.low * found.mid)
-
-    @cached_property
-    def per_second(self) -> float:
-        speed = self.speed
-        assert speed is not None
-        return speed.request_rate.mid / max(speed.concurrency, 1e-9)
 
 
 _OWN = "bf16"
@@ -259,7 +257,7 @@ def order(goal: str, one: Judged) -> tuple[float, ...]:
     late = speed.ttft.mid + speed.tpot.mid * 64 if speed is not None else math.inf
     goals: dict[str, tuple[float, ...]] = {
         "cost": (money, -_step(rate)),
-        "latency": (_step(one.total / (one.rate / speed.output_rate.mid if speed is not None and one.rate else 1.0)),),
+        "latency": (_step(one.time),),
         "throughput": (-_step(rate),),
         "context": (
             -_step(float(candidate.capacity or candidate.at_once * candidate.deployment.context)),

@@ -41,8 +41,8 @@ class RecommendReport(Record):
 
     @property
     def met(self) -> bool:
-        """Whether every request has an answer."""
-        return all(one.met for one in self.each)
+        """Whether a request has an answer."""
+        return any(one.met for one in self.each)
 
     def site_of(self, one: Recommendation) -> Site:
         return self.site or Site(named(one.ask.spec.id))
@@ -143,7 +143,8 @@ def row_dict(found: Recommendation) -> dict[str, Any]:
     if not found.answers:
         near = "; ".join(f"{near.direction}: {near.words}" for near in found.nearest)
         return base | {"answer": None, "gpus_used": None, "requests_at_once": None, "ttft_seconds": None, "tpot_seconds": None,
-                       "output_tokens_per_second": None, "quality_loss_percent": None, "per_hour": None,
+                       "output_tokens_per_second": None, "output_tokens_per_second_low": None, "output_tokens_per_second_high": None, "validated": None,
+                       "made_first": None, "quality_loss_percent": None, "per_hour": None,
                        "nearest": "; ".join(found.impossible) or near or None}  # fmt: skip
     one = found.answers[0].judged
     speed = one.speed
@@ -151,6 +152,10 @@ def row_dict(found: Recommendation) -> dict[str, Any]:
         "answer": in_words(one.candidate), "gpus_used": one.cost.gpus, "requests_at_once": one.candidate.at_once,
         "ttft_seconds": _mid(one, "ttft"), "tpot_seconds": _mid(one, "tpot"),
         "output_tokens_per_second": None if speed is None else speed.output_rate.mid,
+        "output_tokens_per_second_low": None if speed is None else speed.output_rate.low,
+        "output_tokens_per_second_high": None if speed is None else speed.output_rate.high,
+        "validated": None if speed is None else speed.validated or "unvalidated",
+        "made_first": one.candidate.checkpoint.how if one.candidate.deployment.made == "make" else None,
         "quality_loss_percent": None if one.loss.percent is None else one.loss.percent.mid, "per_hour": one.cost.per_hour, "nearest": None,
     }  # fmt: skip
 

@@ -38,6 +38,8 @@ class Speed(Record):
     """Seconds to the first token, waiting in the queue included."""
     tpot: Range
     """Seconds between tokens of one request."""
+    total: Range
+    """Seconds of one request, from when it comes to its last token."""
     output_rate: Range
     """Output tokens a second, of all requests of all replicas."""
     request_rate: Range
@@ -163,7 +165,7 @@ class Prepared(Record):
         service = first + max(answer - 1, 0) * between
         # Those that memory does not hold wait until others end.
         first += (asked / inside - 1) * service
-        return self._speed(prompt, answer, inside, first, between, before)
+        return self._speed(prompt, answer, inside, first, between, before, there=asked)
 
     def coming(self, prompt: int, answer: int, rate: float, held: float, before: float = 0.0) -> Speed:
         """Figures with `rate` requests a second, of which at most `held` are in service.
@@ -199,19 +201,31 @@ class Prepared(Record):
         if load < 1:
             return found
         never = Range(math.inf, math.inf, math.inf)
-        return found.replace(ttft=never, sustained=False)
+        return found.replace(ttft=never, total=never, sustained=False)
 
-    def _speed(self, prompt: int, answer: int, inside: float, first: float, between: float, before: float) -> Speed:
+    def _speed(
+        self,
+        prompt: int,
+        answer: int,
+        inside: float,
+        first: float,
+        between: float,
+        before: float,
+        there: float | None = None,
+    ) -> Speed:
+        """Figures of `inside` requests in service, of `there` with those that wait: as many as leave come (Little's law)."""
         best_first, best_between = self.best(prompt, answer, inside, before)
         spread = self.spread(inside)
         ttft = self._range("ttft", first, spread, least=best_first)
         tpot = self._range("tpot", between, spread, least=best_between)
         more = max(answer - 1, 0)
-        requests = Range(*(inside / (one + more * other) for one, other in (
-            (ttft.high, tpot.high), (ttft.mid, tpot.mid), (ttft.low, tpot.low))))  # fmt: skip
+        total = Range(*(one + more * other for one, other in zip(
+            (ttft.low, ttft.mid, ttft.high), (tpot.low, tpot.mid, tpot.high), strict=True)))  # fmt: skip
+        count = inside if there is None else there
+        requests = Range(count / total.high, count / total.mid, count / total.low)
         bounds = self.bounds(prompt, answer, inside, before)
         return Speed(
-            ttft=ttft, tpot=tpot, output_rate=_times(requests, answer),
+            ttft=ttft, tpot=tpot, total=total, output_rate=_times(requests, answer),
             request_rate=requests, concurrency=inside, prefill_bound=bounds[0], decode_bound=bounds[1], validated=self.validated(inside),
             assumption=self.assumption(prompt, inside, before),
         )  # fmt: skip
@@ -256,17 +270,24 @@ class Prepared(Record):
                       "overhead": _overhead(token, e)}),
         )  # fmt: skip
 
-    def _published(self, *, several: bool) -> int:
+    def _published(self, *, several: bool, recent: bool = False) -> int:
         """Published figures of this engine on this card."""
         from kvctl.speed.efficiency import known
 
-        return known(self.facts["E"], self.facts["C"], several=several)[0]
+        return known(self.facts["E"], self.facts["C"], several=several, recent=recent)[0]
+
+    @property
+    def _dated(self) -> bool:
+        """Whether all of them are older than the engine."""
+        return not self.setup.old and not self._published(several=False, recent=True)
 
     def validated(self, inside: float) -> str:
         """What was measured here, and how many published figures of this engine on this card there are; empty where there is neither."""
         own = (self.calibration.words,) if self.calibration is not None else ()
         count = self._published(several=False)
         words = f"{plural(count, 'published figure')} of {self.facts['E']} on {self.setup.card.name}"
+        if self._dated:
+            words += " before 2025"
         if self.several(inside) and not self._published(several=True):
             words += ", of one request at a time"
         return "; ".join((*own, words) if count else own)
@@ -280,6 +301,8 @@ class Prepared(Record):
             return f"{setup.engine} reaches as much of {setup.card.name} as it does of its like: nobody published that"
         if self.calibration is None and self.several(inside) and not self._published(several=True):
             return f"steps of {setup.engine} on {setup.card.name} grow with their requests as those of its like: nobody published that"
+        if self.calibration is None and self._dated:
+            return f"{setup.engine} is as much faster on {setup.card.name} than before 2025 as on others: nobody published that"
         if layout.context_parallel > 1:
             return (
                 f"what it takes to deal tokens out over {layout.context_parallel} ranks: no published figure has that"

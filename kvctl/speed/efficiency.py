@@ -17,8 +17,8 @@ from kvctl.speed.roofline import Efficiency
 # Which effects a coefficient has: E engine, G engine and its age, F the GPU's family, C the card, K the kind of format, W the wire,
 # M mixtures of experts, L latent attention; pairs are joint effects.
 EFFECTS: dict[str, tuple[str, ...]] = {
-    "memory": ("E", "G", "F", "C", "K", "EK", "EF", "EM"),
-    "prefill": ("E", "G", "F", "C", "K", "EK", "EF", "EM"),
+    "memory": ("E", "G", "F", "C", "K", "EK", "EF", "EM", "GF", "GC"),
+    "prefill": ("E", "G", "F", "C", "K", "EK", "EF", "EM", "GF", "GC"),
     "decode": ("E", "F"),
     "cache": ("E", "G", "F", "EL"),
     "attention": ("E", "G", "F"),
@@ -77,21 +77,24 @@ _ENOUGH = 30
 
 
 @cache
-def known(engine: str, card: str, *, several: bool) -> tuple[int, int]:
-    """How many figures were published of an engine on a card, and of it on all cards; `several`: of more than `FEW` requests at once."""
+def known(engine: str, card: str, *, several: bool, recent: bool) -> tuple[int, int]:
+    """How many figures were published of an engine on a card, and of it on all cards.
+
+    `several`: of more than `FEW` requests at once; `recent`: of the engine since 2025.
+    """
     measured: dict[str, list[int]] = fitted()["measured"].get(engine, {})
-    which = 1 if several else 0
+    which = int(several) + 2 * int(recent)
     return measured[card][which] if card in measured else 0, sum(row[which] for row in measured.values())
 
 
 def spreads(facts: dict[str, str], *, several: bool) -> dict[str, tuple[float, float]]:
     """Kind of figure (ttft, tpot, rate, prefill) → logarithms that a measurement lies below and above its prediction, nine times of ten.
 
-    Those of combinations that a fit had not seen; wider where no measurement of the engine on the card, or none of the engine, was in
+    Those of combinations that a fit had not seen; wider where no measurement of the engine (of its age) on the card, or none of the engine, was in
     it, and where none says how its steps grow with `several` requests in them.
     """
     data = fitted()
-    here, anywhere = known(facts["E"], facts["C"], several=several)
+    here, anywhere = known(facts["E"], facts["C"], several=several, recent=not facts["G"])
     level = "combination" if here else "card" if anywhere >= (_ENOUGH if several else 1) else "engine"
     found = {}
     for kind, row in data["spread"][level].items():
