@@ -181,10 +181,10 @@ def gguf_types(spec: ModelSpec) -> tuple[Checkpoint, ...]:
 
 
 def published(spec: ModelSpec) -> Iterator[Checkpoint]:
-    """Quantized checkpoints of a model that somebody published, in the catalogue's order."""
+    """Quantized checkpoints of a model that somebody published; of a format those with plain names, which most people load, go first."""
     seen: set[str] = set()
-    for name, weights in _named_after(spec.id):
-        if (config := _alike(spec, name)) is not None:
+    for name, weights in sorted(_named_after(spec.id), key=lambda one: len(one[0])):
+        if (config := _alike(spec, name)) is not None and _loads(config):
             seen.add(name)
             weights = _said(config) or weights
             yield Checkpoint(name, weights, "stored", "a published checkpoint", f"the catalogue has {name}", weights)
@@ -227,6 +227,12 @@ def _alike(spec: ModelSpec, name: str) -> Mapping[str, Any] | None:
         return None
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
     return config if mine.type == other.type and all(mine.get(key) == other.get(key) for key in keys) else None
+
+
+def _loads(config: Mapping[str, Any]) -> bool:
+    """Whether engines load it as it is stored: vLLM takes weights for plain ones where `quant_method` is missing."""
+    told = config.get("quantization_config")
+    return not isinstance(told, dict) or "quant_method" in told
 
 
 def _said(config: Mapping[str, Any]) -> str | None:
