@@ -14,6 +14,7 @@ from kvctl.recommend.checkpoints import Checkpoint
 from kvctl.recommend.deployment import Deployment
 from kvctl.recommend.request import Ask
 from kvctl.recommend.space import Split
+from kvctl.record import Record
 from kvctl.room import Load, Rank, Room
 from kvctl.size import SizePlan, prepare
 from kvctl.units import GIB, format_bytes, plural
@@ -24,6 +25,18 @@ HOST_PROCESSES = {"vllm": round(1.85 * GIB)}
 MOST_BATCHED = 256
 """Requests of one server where a rate is asked for, and nobody says how many come at once: what engines take on GPUs of
 less than 70 GiB without being told, and more than most caches hold."""
+
+
+class Server(Record):
+    """One server that starts, and what it holds."""
+
+    room: Room
+    load: Load
+    serving: Serving
+    held: int
+    """Requests of the longest length at once."""
+    usual: int
+    """And of the usual length."""
 
 
 class Attempt:
@@ -92,10 +105,14 @@ class Attempt:
             max_batched=self.batch,
         ).replace(**self.more)
 
-    def pool(self, asked: int | None, replicas: int) -> Candidate | Rejection:
+    def server(self, asked: int | None) -> Server | Rejection:
+        """One server for so many requests at once, or why there is none."""
+        return self._slots(asked) if self.engine.slots else self._pool(asked)
+
+    def _pool(self, asked: int | None) -> Server | Rejection:
         """vLLM, SGLang and TensorRT-LLM: a share of the memory is told, and what it leaves is the pool."""
         if not self.split.gpus:
-            return self._on_host(asked, replicas)
+            return self._on_host(asked)
         context, requests = self.ask.context, asked or MOST_BATCHED
         tried: set[int] = set()
         while True:
@@ -112,7 +129,7 @@ class Attempt:
                 break
             requests = fitting
         serving = self._told(room, load)
-        return self._candidate(room, load, serving, min(held, requests), min(usual, requests), replicas)
+        return Server(room, load, serving, min(held, requests), min(usual, requests))
 
     def _shared(self, serving: Serving) -> Serving:
         """With the share of the memory that the engine takes, named."""
@@ -172,7 +189,7 @@ class Attempt:
                 f"{format_bytes(max(rank.budget, 0))} of {format_bytes(rank.device.cuda_bytes)}, and one request of "
                 f"{self.ask.context:,} tokens takes {format_bytes(each)}")  # fmt: skip
 
-    def _on_host(self, asked: int | None, replicas: int) -> Candidate | Rejection:
+    def _on_host(self, asked: int | None) -> Server | Rejection:
         """A server on a host, which is told how much memory its cache takes: what the requests need and a block that is set
         aside."""
         context, requests = self.ask.context, asked or 1
@@ -203,11 +220,11 @@ class Attempt:
         if load.why:
             return self.rejection("cache", load.why)
         held, usual = self._held(room, load)
-        return self._candidate(room, load, serving, min(held, requests), min(usual, requests), replicas)
+        return Server(room, load, serving, min(held, requests), min(usual, requests))
 
     # -- engines with slots -----------------------------------------------------------------
 
-    def slots(self, asked: int | None, replicas: int) -> Candidate | Rejection:
+    def _slots(self, asked: int | None) -> Server | Rejection:
         """llama.cpp and Ollama: a slot of the longest length for each request."""
         wanted = min(asked or MOST_SLOTS, MOST_SLOTS)
         count = wanted
@@ -224,7 +241,7 @@ class Attempt:
             load = room.load(total, 1)
             rank = load.ranks[load.bottleneck]
             if load.fits:
-                return self._candidate(room, load, serving, count, count, replicas)
+                return Server(room, load, serving, count, count)
             why = load.why
             if load.budget <= 0 or rank.weights >= rank.free:
                 kind = "weights"
@@ -268,7 +285,9 @@ class Attempt:
         caching = True if serving.prefix_caching is None else serving.prefix_caching
         return serving.replace(block_size=size, prefix_caching=caching)
 
-    def _candidate(self, room: Room, load: Load, serving: Serving, held: int, usual: int, replicas: int) -> Candidate:
+    def candidate(self, server: Server, replicas: int) -> Candidate:
+        """So many such servers side by side."""
+        room, load, serving, held, usual = server.room, server.load, server.serving, server.held, server.usual
         ask, split, rank = self.ask, self.split, load.ranks[load.bottleneck]
         asked = ask.concurrency
         how = takes.weights(self.engine, ask.device, self.checkpoint.weights)

@@ -13,7 +13,7 @@ from kvctl.engines import Engine
 from kvctl.errors import KvctlError
 from kvctl.formats import BF16, FP32, DType
 from kvctl.recommend import space, takes
-from kvctl.recommend.attempt import MOST_BATCHED, Attempt
+from kvctl.recommend.attempt import MOST_BATCHED, Attempt, Server
 from kvctl.recommend.candidate import Candidate, Found, Rejection
 from kvctl.recommend.checkpoints import Checkpoint, checkpoints, gguf_types
 from kvctl.recommend.request import Ask
@@ -40,6 +40,8 @@ class Search:
         self.dtype = BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype
         self.rejected: dict[tuple[str, str, str], Rejection] = {}
         self.tried = 0
+        self._servers: dict[tuple[object, ...], tuple[Attempt, Server | Rejection]] = {}
+        """However many stand side by side, one that is asked for as much is the same."""
 
     def run(self) -> Found:
         return Found(tuple(self.walk()), tuple(self.rejected.values()), self.tried)
@@ -192,13 +194,18 @@ class Search:
         """One deployment with its limits filled in, or why there is none; `more` are settings of its start."""
         ask = self.ask
         asked = None if ask.concurrency is None else -(-ask.concurrency // replicas)
-        tried = Attempt(ask, engine, checkpoint, split, kv_dtype, batch, more or {})
+        key = engine.name, checkpoint, split, kv_dtype, batch, asked, tuple((more or {}).items())
+        if key not in self._servers:
+            tried = Attempt(ask, engine, checkpoint, split, kv_dtype, batch, more or {})
+            self._servers[key] = tried, self._server(tried, asked)
+        tried, found = self._servers[key]
+        return found if isinstance(found, Rejection) else tried.candidate(found, replicas)
+
+    def _server(self, tried: Attempt, asked: int | None) -> Server | Rejection:
         try:
-            if kv_dtype != "auto":
-                tried.key = engine.kv_dtype(kv_dtype, "--kv-cache-dtype")
-            if engine.slots:
-                return tried.slots(asked, replicas)
-            return tried.pool(asked, replicas)
+            if tried.kv_dtype != "auto":
+                tried.key = tried.engine.kv_dtype(tried.kv_dtype, "--kv-cache-dtype")
+            return tried.server(asked)
         except KvctlError as error:
             return tried.rejection("refused", error.message)
 
