@@ -250,6 +250,14 @@ def test_replicas_fill_the_gpus() -> None:
     assert list(space.replicas(Split(8, 2, gpus=8, nodes=2), request)) == [1]
 
 
+def test_many_replicas_are_tried_in_steps_of_five_percent() -> None:
+    counts = space.replicas(Split(1, gpus=1), asked("Qwen3-32B", "8xH100", nodes=60))
+    assert counts[:40] == tuple(range(1, 41))
+    assert counts[-1] == 480
+    assert all(after / before <= 1.05 for before, after in zip(counts[40:], counts[41:], strict=False))
+    assert len(counts) < 110
+
+
 def test_more_gpus_have_every_split_of_fewer() -> None:
     for name in ("Qwen3-32B", "DeepSeek-V3", "gpt-oss-120b"):
         for by in (VLLM, SGLANG, TENSORRT, LLAMA):

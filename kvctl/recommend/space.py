@@ -18,6 +18,7 @@ The space is exhaustive but for what is never better than something that stays. 
 - Of formats of weights with the same bits and kernels one stays, published before converted before made: 8-bit floats; 4-bit
   weights that are unpacked on the way. 8-bit integers only where tensor cores have no 8-bit floats, for bytes and rate are
   equal and they lose more; 4-bit floats that have to be made only where tensor cores compute in them.
+- Of more than forty replicas so many that each number is within 5% of one that is tried: figures so near each other count as equal.
 - Replicas that hold fewer requests at once than are asked for, where more of them, on GPUs that are there, hold all.
 - `max_sequences` is what is asked of a replica: more takes memory for requests that do not come, fewer lets them wait.
 - Weights stay in host memory (which has to be asked for) only where a format fits on no GPUs, and as few as can be: every step
@@ -100,13 +101,19 @@ def staged(split: Split, ask: Ask) -> bool:
     return split.nodes > 1 or (split.pipeline > 1 and linked(ask.device))
 
 
-def replicas(split: Split, ask: Ask) -> range:
-    """How many such servers may stand side by side."""
+def replicas(split: Split, ask: Ask) -> tuple[int, ...]:
+    """How many such servers may stand side by side, the fewest first."""
     if not split.gpus:
-        return range(1, 2)
+        return (1,)
     most = ask.nodes // split.nodes if split.nodes > 1 else ask.nodes * (ask.gpus // split.gpus)
     told = ask.pins.replicas
-    return range(1, most + 1) if told is None else range(told, min(told, most) + 1)
+    if told is not None:
+        return (told,) if told <= most else ()
+    found, count = [], 1
+    while count < most:
+        found.append(count)
+        count += max(1, count // 20)
+    return (*found, most) if most else ()
 
 
 def _within(engine: Engine, ask: Ask) -> Iterator[Split]:
