@@ -228,8 +228,9 @@ def read_known(
     from kvctl.recommend.answers import Known
     from kvctl.recommend.prices import Prices, parse
 
+    notes: list[str] = []
     return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality),
-                 tuple(one for path in calibrate for one in calibrated.load(path, specs)))  # fmt: skip
+                 tuple(one for path in calibrate for one in calibrated.load(path, specs, notes)), tuple(notes))  # fmt: skip
 
 
 def read_site(

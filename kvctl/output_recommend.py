@@ -25,11 +25,16 @@ _FILES = {
 
 
 def _notes(report: RecommendReport) -> list[str]:
-    """Each once, with the requests that it is about where these are not all."""
+    """Each once, with the requests that it is about where these are not all; of measurements of a card that another request is about, nothing."""
+    from kvctl.recommend.passed_over import card_of
+
+    cards = {card_of(one.ask) for one in report.each}
     about: dict[str, list[Ask]] = {}
     for one in report.each:
+        elsewhere = {each.words for each in one.passed_over if each.card in cards}
         for note in (*one.ask.spec.notes, *one.notes):
-            about.setdefault(note, []).append(one.ask)
+            if note not in elsewhere:
+                about.setdefault(note, []).append(one.ask)
     asks = [one.ask for one in report.each]
     out = []
     for note, own in about.items():
@@ -46,6 +51,13 @@ def _notes(report: RecommendReport) -> list[str]:
         else:
             out.append(f"{', '.join(f'{ask.spec.id} on {ask.device.name}' for ask in own)}: {note}")
     return out
+
+
+def say_unused(report: RecommendReport) -> None:
+    """Measured speeds that the answer does not rest on."""
+    output.say(
+        "note", [words for one in report.each for words in (*one.unread, *(each.words for each in one.passed_over))]
+    )
 
 
 def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:

@@ -178,7 +178,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load(str(tmp_path / "c.json"))
     with pytest.raises(UsageError):
         load(str(tmp_path / "a.json") + "@H9000")
-    with pytest.raises(KvctlError, match="no load that was measured"):
+    with pytest.raises(
+        KvctlError, match="no load that says how fast the server is; 4 at once: no request was answered"
+    ):
         load(served(tmp_path / "d.json", _outcome(4, [])) + "@H100")
     with pytest.raises(KvctlError, match="which is no model of the catalogue"):
         load(served(tmp_path / "e.json", model="gpt-3.5") + "@H100")

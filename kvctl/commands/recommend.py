@@ -373,6 +373,8 @@ def recommend(
 
         each = (answered(each[0], known),)
     report = RecommendReport(each, site if len(asks) == 1 else None, explain)
+    if report.met and (kinds or others) and not quiet:
+        output_recommend.say_unused(report)
     if kinds and report.met:
         output_recommend.emit_files(report, kinds, output, answer, quiet=quiet)
     elif others and report.met:

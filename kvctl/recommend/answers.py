@@ -12,6 +12,7 @@ from kvctl.recommend.checkpoints import loaded_from
 from kvctl.recommend.fits import search
 from kvctl.recommend.judge import ANY_LOSS, Judge, Judged, order
 from kvctl.recommend.nearest import Lack, Near, nearest
+from kvctl.recommend.passed_over import PassedOver, passed_over
 from kvctl.recommend.prices import Prices
 from kvctl.recommend.quality import Measured, quality_of
 from kvctl.record import Record
@@ -38,6 +39,8 @@ class Known(Record):
     """Losses measured on this model."""
     measurements: tuple[Measurement, ...] = ()
     """Speeds measured on such hardware."""
+    notes: tuple[str, ...] = ()
+    """What of all that could not be read."""
 
 
 class Answer(Record):
@@ -81,6 +84,10 @@ class Recommendation(Record):
     """Objectives that nothing meets even with one request alone, in words."""
     best_missing: Judged | None = None
     """Where nothing meets the request: what comes nearest to it on this hardware."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """Measured speeds that are not used; they are among the notes, too."""
+    unread: tuple[str, ...] = ()
+    """Notes on what of them could not be read."""
 
     @property
     def met(self) -> bool:
@@ -96,7 +103,8 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
     ranked = sorted(judged, key=lambda one: order(ask.goal, one))
     good = [one for one in ranked if one.meets]
     answers = _answers(ask, good)
-    notes = list(ask.notes)
+    unused = passed_over(ask, known.measurements, judge.told, judged)
+    notes = [*ask.notes, *known.notes, *(one.words for one in unused)]
     if ask.max_quality_loss is None and not (ask.pins.weights and ask.pins.kv_dtype):
         named = ", but for those named" if ask.pins.weights or ask.pins.kv_dtype else ""
         notes.append(
@@ -118,7 +126,7 @@ def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> R
         advice = advice_for(answers[0].judged, ask, judge, found)
     return Recommendation(
         ask, answers, _left(ask, ranked, answers), found.rejections, found.tried, len(found.candidates), near, advice, tuple(notes),
-        judge.limit, impossible, ranked[0] if ranked and not good else None,
+        judge.limit, impossible, ranked[0] if ranked and not good else None, unused, known.notes,
     )  # fmt: skip
 
 

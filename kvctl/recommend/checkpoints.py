@@ -109,6 +109,16 @@ def _named(name: str) -> str | None:
     return next((weights for pattern, weights in _SUFFIXES if pattern.search(name)), None)
 
 
+def timed(weights: str, spec: ModelSpec, *, slots: bool) -> str:
+    """A format as `kvctl.speed` has it: what llama.cpp has in 16 bits, and a file of no named type by its bits a weight; `slots`: llama.cpp."""
+    if slots and weights in ("bf16", "fp16"):
+        return "f16"
+    held = spec.weights
+    if weights == "gguf" and held is not None and held.bytes and held.parameters:
+        return f"gguf-{8 * held.bytes / held.parameters:.2f}"
+    return weights
+
+
 def of_gguf(spec: ModelSpec) -> bool:
     """Whether the model was read from a GGUF file."""
     return spec.weights is not None and "GGUF" in spec.weights.source

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.formats import plain
+from kvctl.recommend.checkpoints import timed
 from kvctl.recommend.load import found
 from kvctl.recommend.prices import Cost, Prices, cost
 from kvctl.record import Record
@@ -85,6 +86,8 @@ class Judge:
     ) -> None:
         self.ask, self.quality, self.prices, self.dtype, self.measurements = ask, quality, prices, dtype, measurements
         self.limit = USUAL_LOSS if ask.max_quality_loss is None else ask.max_quality_loss
+        self.told: dict[int, str] = {}
+        """By the id of a measurement: why no speed rests on it so far; empty where one does."""
         self._prepared: dict[tuple[object, ...], Prepared | KvctlError] = {}
         self._losses: dict[tuple[str, str], Loss] = {}
 
@@ -147,10 +150,7 @@ class Judge:
         if deployment.kv_dtype != "auto":
             key = deployment.engine.kv_dtype(deployment.kv_dtype, "--kv-cache-dtype")
             value = key.values or key
-        weights = "f16" if deployment.engine.slots and deployment.weights in ("bf16", "fp16") else deployment.weights
-        held = self.ask.spec.weights
-        if weights == "gguf" and held is not None and held.bytes and held.parameters:
-            weights = f"gguf-{8 * held.bytes / held.parameters:.2f}"
+        weights = timed(deployment.weights, self.ask.spec, slots=bool(deployment.engine.slots))
         setup = Setup(
             self.ask.spec, deployment.engine.name, device.facts or FACTS, weights, Formats(self.dtype, key, value),
             tensor=max(split.tensor // split.data, 1) if split.tensor > 1 else split.tensor,
@@ -158,8 +158,16 @@ class Judge:
             replicas=deployment.replicas, node=max(split.gpus, 1), batched=deployment.serving.max_batched, offloaded=candidate.offloaded // max(split.ranks, 1),
         )  # fmt: skip
         if host:
-            return prepare_host(setup, self.measurements)
-        return prepare(setup, calibration(setup, self.measurements))
+            return prepare_host(setup, self.measurements, self._tell)
+        ready = prepare(setup)
+        return ready.replace(calibration=calibration(setup, self.measurements, self._tell))
+
+    def _tell(self, one: Measurement, why: str) -> None:
+        """What one setup makes use of, another may not; of several reasons the first stays."""
+        if why:
+            self.told.setdefault(id(one), why)
+        else:
+            self.told[id(one)] = ""
 
     def _speed(self, candidate: Candidate, before: float) -> tuple[Speed | None, str]:
         ask = self.ask

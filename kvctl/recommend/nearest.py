@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvctl.engines import ENGINES
 from kvctl.errors import KvctlError
 from kvctl.hardware import Device, read_gpus, table
+from kvctl.hardware.device import GpuFacts
 from kvctl.model import build_spec
 from kvctl.recommend.candidate import Candidate, Rejection
 from kvctl.recommend.fits import Search
@@ -27,8 +28,11 @@ Allowed = Callable[[Ask, Candidate], bool]
 
 NODE = 8
 """GPUs that a node has at most, where more are looked for."""
-_FASTEST = 6
-"""Of the cards that are faster, those that are tried."""
+_LARGEST = 6
+"""Of a maker's cards that may do: where none of so many of the largest does, none is looked for."""
+_PAST = ("gfx906", "gfx908", "gfx1030")
+"""AMD's of before CDNA 2 and RDNA 3."""
+_CHINA = ("A800 80GB SXM", "H800", "H20")
 _STEP = 256
 """Tokens in which shorter requests are looked for: a multiple of every engine's blocks."""
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(-A\d+(?:\.\d+)?[Bb])?(?![A-Za-z0-9])")
@@ -137,29 +141,56 @@ def host_memory(ask: Ask, allowed: Allowed = anything) -> Near | None:
 
 
 def larger_gpu(ask: Ask, allowed: Allowed = anything, *, slow: bool = False) -> Near | None:
-    """As many GPUs of another kind: that of the table with the least memory that holds it; `slow`: of those that are faster."""
+    """As many GPUs of another kind: the nearest card of the table that holds it, of the same maker where one does.
+
+    Nearest is that with the least memory, by its maker's count; of those the one with the least bandwidth, and then with the least
+    arithmetic. Where none of a maker's largest holds it, its others are not tried.
+    """
     if not ask.gpus:
         return None
-    cards = sorted(_cards(ask.device, slow=slow), key=lambda device: (device.cuda_bytes, device.name))
-    for device in cards[-_FASTEST:] if slow else cards:
-        changed = ask.replace(device=device)
-        found = holding(changed, allowed)
-        if found is not None:
-            what = f"{plural(ask.all_gpus, 'GPU')} with {format_bytes(device.cuda_bytes)}{' each' if ask.all_gpus > 1 else ''}: {device.name}"
-            return Near("gpu", what, changed, found)
+    own = vendor(ask.device)
+    for makers in (True, False):
+        devices = [device for device in others(ask.device, slow=slow) if (vendor(device) == own) is makers]
+        found = {
+            device.name: candidate
+            for device in devices[-_LARGEST:]
+            if (candidate := holding(ask.replace(device=device), allowed)) is not None
+        }
+        for device in devices if found else ():
+            changed = ask.replace(device=device)
+            tried = device in devices[-_LARGEST:]
+            candidate = found.get(device.name) if tried else holding(changed, allowed)
+            if candidate is not None:
+                what = f"{plural(ask.all_gpus, 'GPU')} with {format_bytes(device.cuda_bytes)}{' each' if ask.all_gpus > 1 else ''}: {device.name}"
+                return Near("gpu", what, changed, candidate)
     return None
 
 
-def _cards(device: Device, *, slow: bool) -> Iterator[Device]:
-    """Cards of the same maker with more memory; `slow`: with as much, and faster."""
-    own = device.facts.bandwidth_gbs if device.facts is not None else None
-    for card in table.cards():
-        if card.vendor == vendor(device) and card.dies == 1 and not card.unified:
-            if slow and not (own and (card.bandwidth_gbs or 0) > own):
-                continue
-            (other,) = read_gpus(card.name)
-            if other.cuda_bytes > device.available_bytes or (slow and other.cuda_bytes >= device.available_bytes):
-                yield other.replace(notes=())
+def others(device: Device, *, slow: bool) -> list[Device]:
+    """Cards that may do what a device does not, the nearest first: those with as much memory; `slow`: those that are faster in anything."""
+    own, apple = device.facts, vendor(device) == "Apple"
+    cards = [card for card in table.cards() if _sold(card) and not apple and (own is None or card.name != own.name)]
+    found = []
+    for card in sorted(cards, key=lambda card: (card.nominal_gb, *(rate or 0.0 for rate in _rates(card)), card.name)):
+        if slow and (
+            own is None or not any((new or 0) > (old or 0) for new, old in zip(_rates(card), _rates(own), strict=True))
+        ):
+            continue
+        (other,) = read_gpus(card.name)
+        if slow or other.cuda_bytes > device.available_bytes or (own is not None and card.nominal_gb >= own.nominal_gb):
+            found.append(other.replace(notes=()))
+    return found
+
+
+def _rates(card: GpuFacts) -> tuple[float | None, ...]:
+    return card.bandwidth_gbs, card.fp16_tflops, card.fp8_tflops, card.int8_tops, card.fp4_tflops
+
+
+def _sold(card: GpuFacts) -> bool:
+    """Whether it is a card of its own that is made or rented out widely: none of before 2020, and none that is made for China alone."""
+    has = card.cuda_capability
+    old = card.compute_capability in _PAST if has is None else has < 8.0
+    return not (old or card.unified or card.dies > 1 or card.name in _CHINA)
 
 
 def shorter(ask: Ask, allowed: Allowed = anything) -> Near | None:

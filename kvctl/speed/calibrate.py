@@ -13,6 +13,7 @@ figure was predicted by a fit without its combination of model, card and engine,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 KEPT = {"ttft": 0.65, "tpot": 0.60, "rate": 0.82}
 """Share of a published spread that stays where the same model was measured with another load."""
+KINDS = ("ttft", "tpot")
 OTHER = 0.5
 """Share of what was measured of another model that is believed, as a logarithm."""
 REFERENCE = "transformers"
@@ -87,29 +89,80 @@ class Measurement(Record):
     """Whether requests were computed as one batch, as `kvctl profile` does, and TTFT is that of them all."""
 
 
-def calibration(setup: Setup, measurements: Sequence[Measurement]) -> Calibration | None:
+Tell = Callable[[Measurement, str], None]
+"""Is told why a measurement is not used, or, with nothing, that it is."""
+
+
+def silent(_: Measurement, __: str) -> None:
+    pass
+
+
+def calibration(setup: Setup, measurements: Sequence[Measurement], tell: Tell = silent) -> Calibration | None:
     """What measurements of this engine on this card say of a setup; None without any.
 
     Those of this model, in whatever format and split, go before those of others. Without either, what transformers reached
     on the card is a bound: a server that was predicted to be slower is taken to be as quick; one that was predicted to be
     quicker stays as it is, and no range becomes narrower.
     """
-    from kvctl.speed import ALIKE  # which imports this
-
-    card = [one for one in measurements if one.card == setup.card.name]
-    own = [one for one in card if ALIKE.get(one.engine, one.engine) == ALIKE.get(setup.engine, setup.engine)]
+    known = _known(setup, [one for one in measurements if one.card == setup.card.name], tell)
+    own = [one for one, _ in known if not _is_reference(setup, one)]
     mine = [one for one in own if one.spec.id == setup.spec.id]
+    used = mine or own or [one for one, _ in known]
+    logs = {kind: [found[kind] for one, found in known if one in used and kind in found] for kind in KINDS}
     if own:
         believed = 1.0 if mine else OTHER
-        found = {kind: _part(kind, logs, believed) for kind, logs in _logs(setup, mine or own).items() if logs}
-        what = "measured" if mine else "measured with other models"
-        return Calibration(found, f"{what}: {_files(mine or own)}") if found else None
-    reference = [one for one in card if one.engine == REFERENCE]
-    bounds = {}
-    for kind, logs in _logs(setup, reference).items():
-        if logs and median(logs) < 0:
-            bounds[kind] = Part(math.exp(median(logs)), 1.0, 0.0)
-    return Calibration(bounds, f"no slower than {REFERENCE}: {_files(reference)}") if bounds else None
+        parts = {kind: _part(kind, found, believed) for kind, found in logs.items() if found}
+        words = "measured" if mine else "measured with other models"
+    else:
+        parts = {
+            kind: Part(math.exp(median(found)), 1.0, 0.0) for kind, found in logs.items() if found and median(found) < 0
+        }
+        words = f"no slower than {REFERENCE}"
+    for one, found in known:
+        tell(one, _passed(setup, one, bool(mine)) if one not in used else "" if found.keys() & parts.keys() else
+             f"{REFERENCE} was slower there than a server is predicted to be")  # fmt: skip
+    return Calibration(parts, f"{words}: {_files(used)}") if parts else None
+
+
+def _is_reference(setup: Setup, one: Measurement) -> bool:
+    return one.engine == REFERENCE != setup.engine
+
+
+def _passed(setup: Setup, one: Measurement, mine: bool) -> str:
+    """Why others go before it."""
+    if _is_reference(setup, one):
+        return f"{setup.engine} itself was measured there"
+    assert mine
+    return f"it is about {one.spec.id}, and others are about {setup.spec.id}"
+
+
+def _known(setup: Setup, measurements: Sequence[Measurement], tell: Tell) -> list[tuple[Measurement, dict[str, float]]]:
+    """Measurements of the engine, or of transformers, with the logarithms of measured over predicted, by kind of figure."""
+    from kvctl.speed import ALIKE  # which imports this
+
+    out = []
+    ready: dict[tuple[str, int, str], Prepared | KvctlError] = {}
+    for one in measurements:
+        if ALIKE.get(one.engine, one.engine) != ALIKE.get(setup.engine, setup.engine) and one.engine != REFERENCE:
+            continue
+        key = one.spec.id, one.tensor, one.weights or setup.weights
+        if key not in ready:
+            ready[key] = _prepared(setup, one)
+        prepared = ready[key]
+        if isinstance(prepared, KvctlError):
+            tell(one, prepared.message)
+            continue
+        if one.together:
+            first, between = prepared.together(one.prompt, one.answer, one.concurrency)
+        else:
+            first, between = prepared.seconds(one.prompt, one.answer, one.concurrency, one.before)
+        found = {kind: math.log(measured / predicted) for kind, measured, predicted in
+                 (("ttft", one.ttft, first), ("tpot", one.tpot, between)) if measured}  # fmt: skip
+        if found:
+            out.append((one, found))
+        else:
+            tell(one, "it has neither TTFT nor TPOT")
+    return out
 
 
 def _part(kind: str, logs: list[float], believed: float) -> Part:
@@ -122,27 +175,7 @@ def _files(measurements: Sequence[Measurement]) -> str:
     return ", ".join(sorted({one.where for one in measurements}))
 
 
-def _logs(setup: Setup, measurements: Sequence[Measurement]) -> dict[str, list[float]]:
-    """Kind of figure → logarithms of measured over predicted; what cannot be predicted is left out."""
-    out: dict[str, list[float]] = {"ttft": [], "tpot": []}
-    ready: dict[tuple[str, int, str], Prepared | None] = {}
-    for one in measurements:
-        key = one.spec.id, one.tensor, one.weights or setup.weights
-        if key not in ready:
-            ready[key] = _prepared(setup, one)
-        prepared = ready[key]
-        if prepared is None:
-            continue
-        if one.together:
-            first, between = prepared.together(one.prompt, one.answer, one.concurrency)
-        else:
-            first, between = prepared.seconds(one.prompt, one.answer, one.concurrency, one.before)
-        out["ttft"] += [math.log(one.ttft / first)] if one.ttft else []
-        out["tpot"] += [math.log(one.tpot / between)] if one.tpot else []
-    return out
-
-
-def _prepared(setup: Setup, one: Measurement) -> Prepared | None:
+def _prepared(setup: Setup, one: Measurement) -> Prepared | KvctlError:
     """What was measured, as the setup's engine would have it with its own settings."""
     from kvctl.speed import prepare  # which imports this
 
@@ -151,5 +184,5 @@ def _prepared(setup: Setup, one: Measurement) -> Prepared | None:
             spec=one.spec, tensor=one.tensor, pipeline=1, data=1, dealt=1, expert=False, replicas=1,
             weights=one.weights or setup.weights, batched=None,
         ))  # fmt: skip
-    except KvctlError:
-        return None
+    except KvctlError as error:
+        return error

@@ -1,18 +1,21 @@
 """Speed of a host whose memory and processor nobody publishes figures of, from what one engine was measured to do on it.
 
 The roofline is the same; its two rates are those that the measurement itself shows: bytes that a step reads over the time between
-tokens, and operations of a prompt over the time to its first token. Nothing is said of other engines on that host.
+tokens, and operations of a prompt over the time to its first token. Loads of more requests at once say how far it is off with so many. Nothing is
+said of other engines on that host.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError, KvctlError
 from kvctl.hardware.device import GpuFacts
 from kvctl.speed import ALIKE, CHUNKS, Prepared, Setup
-from kvctl.speed.calibrate import Calibration, Measurement
+from kvctl.speed.calibrate import Calibration, Measurement, Tell, silent
 from kvctl.speed.efficiency import fitted
 from kvctl.speed.machine import Peaks, format_of
 from kvctl.speed.roofline import Efficiency, Layout, prompt, step
@@ -36,6 +39,23 @@ _WHOLE = Efficiency(**dict.fromkeys(Efficiency._fields, 1.0)).replace(
 class HostPrepared(Prepared):
     """A setup on a host."""
 
+    busy: tuple[tuple[float, float, float], ...] = ()
+    """Requests at once that were measured, and the logarithms of measured over predicted TTFT and TPOT there, ascending; the rates
+    follow from the first, and between two of them what the logarithms have on the way."""
+
+    def seconds(self, prompt: int, answer: int, held: float, before: float = 0.0) -> tuple[float, float]:
+        first, between = super().seconds(prompt, answer, held, before)
+        return first * math.exp(self._apart(held, 1)), between * math.exp(self._apart(held, 2))
+
+    def _apart(self, held: float, kind: int) -> float:
+        """At so many requests at once; as at the nearest end, where fewer or more are than were measured."""
+        rows = self.busy
+        for low, high in pairwise(rows):
+            if held < high[0]:
+                way = max(math.log(held / low[0]) / math.log(high[0] / low[0]), 0.0)
+                return low[kind] + way * (high[kind] - low[kind])
+        return rows[-1][kind] if rows else 0.0
+
     def best(self, prompt: int, answer: int, inside: float, before: float = 0.0) -> tuple[float, float]:
         """No limit of the hardware is known."""
         return 0.0, 0.0
@@ -51,25 +71,58 @@ class HostPrepared(Prepared):
         return "this host reads and multiplies weights of any format as fast as those that were measured"
 
 
-def prepare_host(setup: Setup, measurements: Sequence[Measurement]) -> Prepared:
-    """The setup on a host that its engine was measured on; the rates are medians over the loads with fewest requests at once.
+def prepare_host(setup: Setup, measurements: Sequence[Measurement], tell: Tell = silent) -> Prepared:
+    """The setup on a host that its engine was measured on; the rates are medians over the loads with fewest requests at once,
+    which the others correct where more are in service.
 
     Raises:
         ConfigError: the engine was not measured there, or not both of its phases.
 
     """
     engine = ALIKE.get(setup.engine, setup.engine)
-    found = [one for one in measurements if one.card == NAME and ALIKE.get(one.engine, one.engine) == engine]
-    least = min((one.concurrency for one in found if one.ttft and one.tpot), default=None)
-    rates = [rate for one in found if one.concurrency == least and (rate := _rates(setup, one)) is not None]
+    rates: dict[float, list[tuple[Measurement, tuple[float, float]]]] = {}
+    for one in measurements:
+        if one.card != NAME or ALIKE.get(one.engine, one.engine) != engine:
+            continue
+        try:
+            rate = _rates(setup, one)
+        except KvctlError as error:
+            tell(one, error.message)
+        else:
+            rates.setdefault(one.concurrency, []).append((one, rate))
     if not rates:
         raise ConfigError(
-            f"how fast {setup.engine} is on this host is not known: a load test of it there tells (--calibrate FILE@cpu)"
+            f"how fast {setup.engine} is on this host is not known: a load test of it there tells "
+            "(kvctl serve-test URL --save FILE, then --calibrate FILE@cpu)"
         )
-    bandwidth, flops = (median(rate[kind] for rate in rates) for kind in (0, 1))
-    words = f"measured: {', '.join(sorted({one.where for one in found if one.concurrency == least}))}"
-    facts = {"E": engine, "C": NAME}
-    return HostPrepared(setup, _layout(setup, bandwidth, flops), _WHOLE, facts, Calibration({}, words))
+    least = min(rates)
+    peak = [median(rate[kind] for _, rate in rates[least]) for kind in (0, 1)]
+    laid = _layout(setup, *peak)
+    busier = []
+    for concurrency, found in sorted(rates.items()):
+        shares = [_shares(setup, one, peak) for one, _ in found]
+        if concurrency > least:
+            first, between = (median(share[kind] for share in shares) for kind in (0, 1))
+            busier.append((concurrency, first, between))
+        for one, _ in found:
+            tell(one, "")
+    words = f"measured: {', '.join(sorted({one.where for found in rates.values() for one, _ in found}))}"
+    points = ((least, 0.0, 0.0), *busier)
+    return HostPrepared(setup, laid, _WHOLE, {"E": engine, "C": NAME}, Calibration({}, words), points)
+
+
+def _shares(setup: Setup, one: Measurement, peak: Sequence[float]) -> tuple[float, float]:
+    """Logarithms of measured over predicted TTFT and TPOT, as the host's rates predict them."""
+    own = setup.replace(spec=one.spec, weights=one.weights or setup.weights)
+    ready = HostPrepared(own, _layout(own, *peak), _WHOLE, {}, None)
+    times = (
+        ready.together(one.prompt, one.answer, one.concurrency)
+        if one.together
+        else ready.seconds(one.prompt, one.answer, one.concurrency, one.before)
+    )
+    assert one.ttft
+    assert one.tpot
+    return math.log(one.ttft / times[0]), math.log(one.tpot / times[1])
 
 
 def _layout(setup: Setup, bandwidth: float, flops: float) -> Layout:
@@ -79,14 +132,17 @@ def _layout(setup: Setup, bandwidth: float, flops: float) -> Layout:
     return Layout(work_of(setup.spec, setup.formats), fmt, Peaks(bandwidth, flops, flops, 0.0, "none", True))
 
 
-def _rates(setup: Setup, one: Measurement) -> tuple[float, float] | None:
-    """Bytes and operations a second that a measurement shows; None where its model or format cannot be counted."""
+def _rates(setup: Setup, one: Measurement) -> tuple[float, float]:
+    """Bytes and operations a second that a measurement shows.
+
+    Raises:
+        ConfigError: its model or format cannot be counted, or it lacks a time.
+
+    """
     if not one.ttft or not one.tpot:
-        return None
-    try:
-        laid = _layout(setup.replace(spec=one.spec, weights=one.weights or setup.weights), 1.0, 1.0)
-    except KvctlError:
-        return None
+        raise ConfigError("a host's speed follows from TTFT and TPOT, and it has only one of them" if one.ttft or one.tpot else
+                          "it has neither TTFT nor TPOT")  # fmt: skip
+    laid = _layout(setup.replace(spec=one.spec, weights=one.weights or setup.weights), 1.0, 1.0)
     chunk = CHUNKS.get(ALIKE.get(setup.engine, setup.engine), 8192)
     read = step(laid, one.concurrency, one.prompt + one.answer / 2)
     own = prompt(laid, one.prompt - one.before, one.concurrency if one.together else 1.0, chunk, before=one.before)
