@@ -272,7 +272,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
         if ask.rate is not None and one.speed is not None and ask.goal == "throughput":
             words = "serves all that comes, with the fewest GPUs"
         if one.speed is None and ask.goal in ("throughput", "latency"):
-            out.append("meets the request, and needs least preparation; which is fastest is not known here")
+            out.append("meets the request; which is fastest is not known here")
         else:
             out.append(f"{words}{'' if words.startswith('serves') else ' of all that meets the request'}")
     elif kind == "ready to run":

@@ -17,6 +17,7 @@ from kvctl.recommend.space import Split
 from kvctl.record import Record
 from kvctl.room import Load, Rank, Room
 from kvctl.size import SizePlan, prepare
+from kvctl.spec import Attention, LatentAttention
 from kvctl.units import GIB, format_bytes, plural
 
 HOST_PROCESSES = {"vllm": round(1.85 * GIB)}
@@ -103,6 +104,8 @@ class Attempt:
             # SGLang shares the number out over its workers; the others count for each.
             max_sequences=each * self.workers if name == "sglang" else each,
             max_batched=self.batch,
+            # As every engine has it for such a model; of attention-free ones vLLM keeps no prefixes unless it is told to.
+            prefix_caching=self.spec.keeps(Attention, LatentAttention),
         ).replace(**self.more)
 
     def server(self, asked: int | None) -> Server | Rejection:
@@ -282,8 +285,7 @@ class Attempt:
         found, size = load.allocation, serving.block_size
         if size is None and found is not None and len(found.groups) == 1:  # those of hybrids follow from their states
             size = found.block_size or None
-        caching = True if serving.prefix_caching is None else serving.prefix_caching
-        return serving.replace(block_size=size, prefix_caching=caching)
+        return serving.replace(block_size=size)
 
     def candidate(self, server: Server, replicas: int) -> Candidate:
         """So many such servers side by side."""

@@ -118,7 +118,6 @@ class Judge:
             deployment.weights,
             deployment.kv_dtype,
             split,
-            deployment.replicas,
             deployment.serving.max_batched,
             candidate.offloaded,
         )
@@ -130,7 +129,8 @@ class Judge:
         found = self._prepared[key]
         if isinstance(found, KvctlError):
             raise found
-        return found
+        # Each of several servers side by side is as fast as one.
+        return found.replace(setup=found.setup.replace(replicas=deployment.replicas))
 
     def _prepare(self, candidate: Candidate) -> Prepared:
         from kvctl.speed.calibrate import calibration
@@ -155,7 +155,7 @@ class Judge:
             self.ask.spec, deployment.engine.name, device.facts or FACTS, weights, Formats(self.dtype, key, value),
             tensor=max(split.tensor // split.data, 1) if split.tensor > 1 else split.tensor,
             pipeline=split.gpus if deployment.engine.slots else split.pipeline, data=split.data, expert=split.data > 1, dealt=split.dealt,
-            replicas=deployment.replicas, node=max(split.gpus, 1), batched=deployment.serving.max_batched, offloaded=candidate.offloaded // max(split.ranks, 1),
+            node=max(split.gpus, 1), batched=deployment.serving.max_batched, offloaded=candidate.offloaded // max(split.ranks, 1),
         )  # fmt: skip
         if host:
             return prepare_host(setup, self.measurements, self._tell)
@@ -222,7 +222,7 @@ class Judge:
             if loss.percent is not None:
                 told = f"loses {max(loss.percent.mid, 0):.2g}%"
                 if loss.percent.mid <= self.limit:
-                    told += f", and up to {loss.percent.high:.2g}% by the one figure there is"
+                    told = f"loses up to {loss.percent.high:.2g}%, by the one figure there is"
             missed.append(f"quality: {told}, and {self.limit:g}% is the most")
         sure = sure and loss.allowed(self.limit) == "yes"
         for name, limit in (("ttft", ask.ttft), ("tpot", ask.tpot)):

@@ -204,7 +204,7 @@ def shorter(ask: Ask, allowed: Allowed = anything) -> Near | None:
     if ask.context <= _STEP:
         return None
     best, least, most = None, 0, -(-ask.context // _STEP)
-    for candidate in Search(at(_STEP)).walk():
+    for candidate in Search(at(_STEP), widest=True).walk():
         if candidate.queues or not allowed(at(_STEP), candidate):
             continue
 

@@ -14,6 +14,8 @@ from kvctl.record import Record
 from kvctl.units import plural
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvctl.hardware.device import GpuFacts
     from kvctl.spec import Formats, ModelSpec
     from kvctl.speed.calibrate import Calibration
@@ -120,27 +122,34 @@ class Prepared(Record):
 
         `before`: tokens of a prompt that are found in the cache.
         """
+        return self.pace(prompt, answer, before)(held)
+
+    def pace(self, prompt: int, answer: int, before: float = 0.0) -> Callable[[float], tuple[float, float]]:
+        """`seconds` of requests of one kind, by how many are in service: what does not depend on that is counted once."""
         from kvctl.speed.load import no_worse_than_in_turn, served
         from kvctl.speed.roofline import prompt as prompted
         from kvctl.speed.roofline import step
 
-        chunk = self.chunk
-        demand = step(self.layout, held, prompt + answer / 2)
-        own = prompted(self.layout, prompt - before, 1, chunk, before=before, pipelined=True)
-        others = max(held / self.setup.data - 1, 0.0)
-        first, between = served(demand, own, self.efficiency, others, answer)
-        if others:
-            alone = served(step(self.layout, 1.0, prompt + answer / 2), own, self.efficiency, 0.0, answer)
-            beside = served(demand, own, self.efficiency, 0.0, answer)
-            first, between = no_worse_than_in_turn((first, between), beside, alone, others + 1, answer)
-        if self.setup.offloaded:
-            once = self.setup.offloaded / (FETCHED * host_link(self.setup.card))
-            first, between = first + own.passes * once, between + once
-        if self.calibration is not None:
-            best = self.best(prompt, answer, held * self.setup.replicas, before)
-            first = max(first * self.calibration.factor("ttft"), best[0])
-            between = max(between * self.calibration.factor("tpot"), best[1])
-        return float(first), float(between)
+        own = prompted(self.layout, prompt - before, 1, self.chunk, before=before, pipelined=True)
+        alone = served(step(self.layout, 1.0, prompt + answer / 2), own, self.efficiency, 0.0, answer)
+
+        def seconds(held: float) -> tuple[float, float]:
+            demand = step(self.layout, held, prompt + answer / 2)
+            others = max(held / self.setup.data - 1, 0.0)
+            first, between = served(demand, own, self.efficiency, others, answer)
+            if others:
+                beside = served(demand, own, self.efficiency, 0.0, answer)
+                first, between = no_worse_than_in_turn((first, between), beside, alone, others + 1, answer)
+            if self.setup.offloaded:
+                once = self.setup.offloaded / (FETCHED * host_link(self.setup.card))
+                first, between = first + own.passes * once, between + once
+            if self.calibration is not None:
+                best = self.best(prompt, answer, held * self.setup.replicas, before)
+                first = max(first * self.calibration.factor("ttft"), best[0])
+                between = max(between * self.calibration.factor("tpot"), best[1])
+            return float(first), float(between)
+
+        return seconds
 
     def together(self, prompt: int, answer: int, count: float) -> tuple[float, float]:
         """Seconds of `count` prompts and of a step, where requests are computed as one batch and nothing else goes on."""
@@ -175,10 +184,10 @@ class Prepared(Record):
         """
         from kvctl.speed.load import queued
 
-        replicas = self.setup.replicas
+        replicas, pace = self.setup.replicas, self.pace(prompt, answer, before)
 
         def throughput(inside: float) -> float:
-            first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
+            first, between = pace(max(inside / replicas, 1.0))
             return inside / (first + max(answer - 1, 0) * between)
 
         best = max(throughput(step) for step in _steps(held))
@@ -187,7 +196,7 @@ class Prepared(Record):
             inside = math.sqrt(low * high)
             low, high = (inside, high) if throughput(inside) < rate else (low, inside)
         inside = high
-        first, between = self.seconds(prompt, answer, max(inside / replicas, 1.0), before)
+        first, between = pace(max(inside / replicas, 1.0))
         service = first + max(answer - 1, 0) * between
         load = rate / best
         if load < 1:

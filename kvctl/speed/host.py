@@ -22,7 +22,7 @@ from kvctl.speed.roofline import Efficiency, Layout, prompt, step
 from kvctl.speed.work import work_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 NAME = "CPU"
 """What measurements of a host have as their card."""
@@ -43,9 +43,14 @@ class HostPrepared(Prepared):
     """Requests at once that were measured, and the logarithms of measured over predicted TTFT and TPOT there, ascending; the rates
     follow from the first, and between two of them what the logarithms have on the way."""
 
-    def seconds(self, prompt: int, answer: int, held: float, before: float = 0.0) -> tuple[float, float]:
-        first, between = super().seconds(prompt, answer, held, before)
-        return first * math.exp(self._apart(held, 1)), between * math.exp(self._apart(held, 2))
+    def pace(self, prompt: int, answer: int, before: float = 0.0) -> Callable[[float], tuple[float, float]]:
+        roofline = super().pace(prompt, answer, before)
+
+        def seconds(held: float) -> tuple[float, float]:
+            first, between = roofline(held)
+            return first * math.exp(self._apart(held, 1)), between * math.exp(self._apart(held, 2))
+
+        return seconds
 
     def _apart(self, held: float, kind: int) -> float:
         """At so many requests at once; as at the nearest end, where fewer or more are than were measured."""
