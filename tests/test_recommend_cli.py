@@ -177,6 +177,33 @@ def test_a_damaged_plan_is_refused(kvctl: Run, tmp_path: Path) -> None:
         assert "internal" not in outcome.err
 
 
+def test_a_plan_that_is_not_there(kvctl: Run, tmp_path: Path) -> None:
+    """No model is meant: the hint is how a plan is saved."""
+    gone = str(tmp_path / "d1.json")
+    for argv in (
+        ("recommend", "--what-if", gone, "--what-if", gone),
+        ("serve-test", "http://127.0.0.1:9", "--plan", f"{gone}#2"),
+    ):
+        outcome = kvctl(*argv)
+        assert outcome.code == 1
+        assert f"a plan is looked for, and there is no file {gone}\n" in outcome.err
+        assert "--json > plan.json" in outcome.err
+        assert "org/name" not in outcome.err
+
+
+def test_a_plan_of_a_request_that_nothing_met(kvctl: Run, tmp_path: Path) -> None:
+    """DeepSeek-V3's 700 GB are not in 24 GB."""
+    plan = tmp_path / "none.json"
+    plan.write_text(kvctl("recommend", "deepseek-ai/DeepSeek-V3", "--gpu", "L4", "--json").out)
+    for argv in (
+        ("recommend", "--what-if", str(plan), "--what-if", str(plan)),
+        ("serve-test", "http://127.0.0.1:9", "--plan", str(plan)),
+    ):
+        outcome = kvctl(*argv)
+        assert outcome.code == 1
+        assert "nothing met that request" in outcome.err
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -102,13 +102,7 @@ def check_here(deployment: Deployment, how: str) -> None:
     """
     from kvctl.loadtest.launch import ENGINES
 
-    name = deployment.engine.name
-    if name not in ENGINES:
-        raise UsageError(f"--verify: {name} is no engine that kvctl starts",
-                         hint="--engine llama.cpp or vllm; or start it yourself, and kvctl serve-test URL --plan plan.json")  # fmt: skip
-    if deployment.made == "make":
-        raise UsageError(f"--verify: weights in {deployment.weights} have to be made first: {how}",
-                         hint="then kvctl recommend FOLDER … --verify, of what was made")  # fmt: skip
+    # The machine first: on another one, nothing else about the answer matters.
     if deployment.nodes > 1:
         raise UsageError(f"--verify starts one machine's server, and this is one over {deployment.nodes} nodes",
                          hint="start it (--emit command), and kvctl serve-test URL --plan plan.json")  # fmt: skip
@@ -116,6 +110,13 @@ def check_here(deployment: Deployment, how: str) -> None:
         _check_memory(deployment.device)
     else:
         _check_gpus(deployment)
+    name = deployment.engine.name
+    if name not in ENGINES:
+        raise UsageError(f"--verify: {name} is no engine that kvctl starts",
+                         hint="--engine llama.cpp or vllm; or start it yourself, and kvctl serve-test URL --plan plan.json")  # fmt: skip
+    if deployment.made == "make":
+        raise UsageError(f"--verify: weights in {deployment.weights} have to be made first: {how}",
+                         hint="then kvctl recommend FOLDER … --verify, of what was made")  # fmt: skip
 
 
 def _check_memory(device: Device) -> None:
