@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from kvctl.recommend.request import Ask
     from kvctl.recommend.what_if import Side
 
-_FILES = {
-    "command": "start.sh", "compose": "compose.yaml", "kubernetes": "kubernetes.yaml", "lws": "leaderworkerset.yaml",
-    "systemd": "kvctl.service", "config": "engine.yaml", "alerts": "alerts.yaml", "runbook": "RUNBOOK.md", "json": "plan.json",
-}  # fmt: skip
-"""What each kind is called in a folder."""
+_PLAN = "plan.json"
+"""What the plan itself is called in a folder."""
 
 
 def _notes(report: RecommendReport) -> list[str]:
@@ -180,12 +177,17 @@ def emit_files(
     deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask)
     texts: dict[str, str] = {}
     wanted = (*(kind.name for kind in emit.KINDS), "json") if kinds == ("all",) else kinds
-    for kind in wanted:
+    files = {kind: _PLAN if kind == "json" else emit.file_of(kind, deployment, site) for kind in wanted}
+    # What names the others is written when it is known which of them there are.
+    for kind in sorted(wanted, key=lambda kind: kind == "runbook"):
+        beside = {other: files[other] for other in texts} if folder is not None else {}
+        if "json" in beside and answer > 1:
+            beside["json"] += f"#{answer}"
         try:
             texts[kind] = (
                 json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
                 if kind == "json"
-                else emit.emit(kind, deployment, site, promise)
+                else emit.emit(kind, deployment, site, promise, beside)
             )
         except UsageError as error:
             if kinds != ("all",):
@@ -204,14 +206,7 @@ def emit_files(
     except OSError as error:
         raise KvctlError(f"{folder[:200]}: {error.strerror}", hint="-o names a folder") from None
     for kind, text in texts.items():
-        write_whole(os.path.join(folder, _name(kind, site.name, deployment.engine.name)), text.encode())
+        place = os.path.join(folder, files[kind])
+        write_whole(place, text.encode())
         if not quiet:
-            output.say("wrote", [os.path.join(folder, _name(kind, site.name, deployment.engine.name))])
-
-
-def _name(kind: str, site: str, engine: str) -> str:
-    if kind == "systemd":
-        return f"{site}.service"
-    if kind == "config" and engine == "llama.cpp":
-        return "engine.env"
-    return _FILES[kind]
+            output.say("wrote", [place])

@@ -442,10 +442,29 @@ def test_a_runbook_names_only_files_that_can_be_written() -> None:
     for deployment in (*CASES.values(), VLLM.replace(replicas=9), SGLANG.replace(device=CASES["vllm-amd"].device)):
         named = set(re.findall(r"^- `--emit (\w+)`: ", emit("runbook", deployment, SITE), re.MULTILINE))
         can = set()
-        for kind in ("compose", "kubernetes", "lws", "systemd"):
+        for kind in ("compose", "kubernetes", "lws", "systemd", "config"):
             with contextlib.suppress(UsageError):
                 can |= {kind} if emit(kind, deployment, SITE) else set()
         assert named == can
+
+
+def test_a_runbook_names_the_files_beside_it() -> None:
+    beside = {"command": "start.sh", "compose": "compose.yaml", "kubernetes": "kubernetes.yaml", "systemd": "llm.service",
+              "config": "engine.yaml", "alerts": "alerts.yaml", "json": "plan.json"}  # fmt: skip
+    text = emit("runbook", VLLM, SITE, PROMISE, beside)
+    assert "--emit" not in text
+    for name in beside.values():
+        assert re.search(rf"[` ]{re.escape(name)}[` ]", text), name
+    assert "`kubectl apply -f kubernetes.yaml`" in text
+    assert "`systemctl enable --now llm`" in text
+    assert "`vllm serve --config engine.yaml`" in text
+    assert "kvctl serve-test http://127.0.0.1:8001 --plan plan.json" in text
+    # What is not there is named by what writes it.
+    some = emit("runbook", VLLM, SITE, PROMISE, {"compose": "compose.yaml"})
+    assert "- `compose.yaml`: " in some
+    assert "- `--emit kubernetes`: `kubectl apply -f FILE`" in some
+    replicas = emit("runbook", VLLM.replace(replicas=2), SITE, PROMISE, beside)
+    assert "`systemctl enable --now llm-0 llm-1`" in replicas
 
 
 def test_a_runbook_says_how_weights_are_made() -> None:

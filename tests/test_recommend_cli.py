@@ -112,6 +112,10 @@ def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) 
         "plan.json",
     } <= names
     valid(json.loads((folder / "plan.json").read_text()))
+    book = (folder / "RUNBOOK.md").read_text()
+    assert "--emit" not in book
+    assert all(f"`{name}`" in book or f" {name}`" in book for name in names - {"RUNBOOK.md"})
+    assert "--config engine.yaml\n" in (folder / "engine.yaml").read_text()
     assert not [path for path in folder.iterdir() if stat.S_IMODE(path.stat().st_mode) & 0o002]
 
 

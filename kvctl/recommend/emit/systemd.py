@@ -37,9 +37,18 @@ def systemd(deployment: Deployment, site: Site) -> str:
     return "\n".join(_of_replica(deployment, site, number) for number in range(deployment.replicas))
 
 
+def unit_names(deployment: Deployment, site: Site) -> list[str]:
+    """What the units are called."""
+    if deployment.nodes > 1:
+        return [f"{site.name}-node-{rank}" for rank in range(deployment.nodes)]
+    if deployment.replicas > 1:
+        return [f"{site.name}-{number}" for number in range(deployment.replicas)]
+    return [site.name]
+
+
 def _of_replica(deployment: Deployment, site: Site, number: int) -> str:
     """One of several servers: with a port and GPUs of its own."""
-    name = f"{site.name}-{number}"
+    name = unit_names(deployment, site)[number]
     one = replica(deployment, site.replace(name=name), number)
     return _unit(deployment, site, one, name, title(deployment))
 
@@ -49,7 +58,7 @@ def _of_node(deployment: Deployment, site: Site, rank: int) -> str:
     own = site.replace(ray=False)  # engines' own processes: no second service beside this one
     place = Place(site.host, node=Node(str(rank), f"${{{nodes.HEAD}}}"))
     note = f"{title(deployment)}\nNode {rank + 1} of {deployment.nodes}; /etc/{site.name}.env there has {nodes.HEAD}=ADDRESS of the first one."
-    return _unit(deployment, site, command(deployment, own, place), f"{site.name}-node-{rank}", note)
+    return _unit(deployment, site, command(deployment, own, place), unit_names(deployment, site)[rank], note)
 
 
 def _unit(deployment: Deployment, site: Site, one: Command, name: str, note: str) -> str:
