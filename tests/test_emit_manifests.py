@@ -356,6 +356,69 @@ def test_alerts(deployment: Deployment) -> None:
         assert set(metrics) <= known
 
 
+def jobs(text: str) -> list[dict[str, Any]]:
+    """The scrape configurations in the comments at the head of rules."""
+    head = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
+    blocks: list[list[str]] = []
+    for line in head:
+        if line == "  scrape_configs:":
+            blocks.append([])
+        if line.startswith("  ") and blocks:
+            blocks[-1].append(line)
+    return [yaml.safe_load("\n".join(block))["scrape_configs"][0] for block in blocks]
+
+
+@pytest.mark.parametrize("deployment", of_kind("alerts"))
+def test_a_scrape_configuration_gives_the_job_that_alerts_ask_for(deployment: Deployment) -> None:
+    """Prometheus' relabelling: values of source_labels joined by ; and the regex anchored at both ends; labels of pods have _ for what
+    is no letter or digit (prometheus.io docs/prometheus/latest/configuration/configuration)."""
+    found = jobs(emit("alerts", deployment, SITE, PROMISE))
+    for job in found:
+        assert all(f'job="{job["job_name"]}"' in alert.expression for alert in alerts(deployment, SITE, PROMISE))
+    kind = "kubernetes" if deployment.nodes == 1 else "lws"
+    try:
+        [*_, whole, service] = documents(emit(kind, deployment, SITE))
+    except UsageError:
+        assert len(found) == 1  # on machines alone
+        return
+    [rule] = found[1]["relabel_configs"]
+    spec = whole["spec"]
+    pods = (
+        [spec["template"]]
+        if kind == "kubernetes"
+        else [spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")]
+    )
+    kept = []
+    for pod in pods:
+        labels = {f"__meta_kubernetes_pod_{what}_{re.sub('[^A-Za-z0-9]', '_', key)}": value
+                  for what in ("label", "annotation") for key, value in pod["metadata"].get(f"{what}s", {}).items()}  # fmt: skip
+        kept.append(
+            re.fullmatch(rule["regex"], ";".join(labels.get(name, "") for name in rule["source_labels"])) is not None
+        )
+    assert kept == [True] if len(pods) == 1 else kept == [True, False]  # workers answer nobody
+    # A ServiceMonitor's jobLabel is a label of the Service.
+    assert service["metadata"]["labels"]["app.kubernetes.io/name"] == "llm"
+    assert service["spec"]["ports"][0]["name"] == "http"
+
+
+def test_targets_of_servers_side_by_side() -> None:
+    found = jobs(emit("alerts", VLLM.replace(replicas=3), SITE))[0]
+    assert found["static_configs"] == [{"targets": ["127.0.0.1:8001", "127.0.0.1:8002", "127.0.0.1:8003"]}]
+
+
+def test_an_engine_without_metrics_is_not_scraped() -> None:
+    [whole, _] = documents(emit("kubernetes", OLLAMA, SITE))
+    assert "annotations" not in whole["spec"]["template"]["metadata"]
+
+
+def test_pods_on_several_nodes_need_a_claim_that_several_nodes_mount() -> None:
+    """kubernetes.io concepts/storage/persistent-volumes: ReadWriteOnce is mounted by a single node."""
+    for kind, deployment in (("kubernetes", VLLM.replace(replicas=2)), ("lws", VLLM_NODES)):
+        for text in (emit(kind, deployment, SITE), emit("runbook", deployment, SITE)):
+            assert "models has to have the access mode ReadWriteMany" in text
+    assert "ReadWriteMany" not in emit("kubernetes", VLLM, SITE)
+
+
 @pytest.mark.parametrize("deployment", of_kind("alerts"))
 def test_expressions_parse(deployment: Deployment) -> None:
     parser = pytest.importorskip("promql_parser", reason="pip install promql-parser")

@@ -12,8 +12,8 @@ from kvctl.recommend.emit.compose import compose
 from kvctl.recommend.emit.config_files import config, start
 from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
-from kvctl.recommend.emit.kubernetes import kubernetes, leader_worker_set
-from kvctl.recommend.emit.prometheus import Alert, alerts
+from kvctl.recommend.emit.kubernetes import ONE_NODE, kubernetes, leader_worker_set
+from kvctl.recommend.emit.prometheus import DOWN, Alert, alerts
 from kvctl.recommend.emit.script import script
 from kvctl.recommend.emit.site import reached
 from kvctl.recommend.emit.systemd import systemd, unit_names
@@ -106,6 +106,10 @@ def _before(deployment: Deployment, site: Site) -> str:
     steps = [f"The models' folder is {site.folder} on every machine, or the PersistentVolumeClaim {site.claim}.",
              f"A token of the Hub, where the model needs one: HF_TOKEN in the environment, in /etc/{site.name}.env, or in the Secret "
              f"{site.secret}. It stands in none of the files."]  # fmt: skip
+    if deployment.nodes * deployment.replicas > 1:
+        steps.append(
+            f"In Kubernetes, {site.claim} has to have the access mode ReadWriteMany: pods on several nodes read it. {ONE_NODE}"
+        )
     if deployment.nodes > 1:
         steps.append(
             "All nodes have the same image and the same folder of models, and reach one another on every port."
@@ -232,7 +236,8 @@ def _alarms(deployment: Deployment, site: Site, promise: Promise, beside: Mappin
     whole = "".join(_alarm(row) for row in rows)
     return f"""## Alarms
 
-{_file("alerts", beside)} has these as rules for Prometheus.
+{_file("alerts", beside)} has these as rules for Prometheus. They ask for `job="{site.name}"`: its first lines have the scrape configuration that gives that, on
+machines and in Kubernetes. Under any other name {DOWN} fires for ever.
 
 | alarm | fires where | for |
 |---|---|---|
