@@ -169,11 +169,12 @@ def emit_files(
 
     """
     from kvctl.recommend import emit
-    from kvctl.recommend.promises import promise_of
+    from kvctl.recommend.promises import promise_of, weights_of
 
     output.forgive_encoding()
     found = report.each[0]
-    chosen, site = _chosen(found, answer), report.site_of(found)
+    chosen = _chosen(found, answer)
+    site = report.site_of(found).replace(weights=weights_of(chosen.judged.candidate, found.ask))
     deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask)
     texts: dict[str, str] = {}
     wanted = (*(kind.name for kind in emit.KINDS), "json") if kinds == ("all",) else kinds

@@ -215,6 +215,35 @@ def test_a_manifest() -> None:
     assert many["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
+def test_a_start_may_take_as_long_as_its_weights_do() -> None:
+    """600 GB: 6,000 s at 100 MB/s, 1,200 s at 500 MB/s, 600 s beside; 7,800 s are 130 minutes. 60 GB: 600 + 120 + 600 s, less than half an hour."""
+    large, small = SITE.replace(weights=600 * 10**9), SITE.replace(weights=60 * 10**9)
+    found = {}
+    for site in (large, small, SITE):
+        [whole, _] = documents(emit("kubernetes", VLLM, site))
+        [server] = whole["spec"]["template"]["spec"]["containers"]
+        probe = server["startupProbe"]
+        found[site.weights] = probe["periodSeconds"] * probe["failureThreshold"]
+        # The Deployment, and vLLM itself, give up no sooner.
+        assert whole["spec"]["progressDeadlineSeconds"] > found[site.weights]
+        [own] = [one["value"] for one in server["env"] if one["name"] == "VLLM_ENGINE_READY_TIMEOUT_S"]
+        assert int(own) >= found[site.weights]
+        [composed] = documents(emit("compose", VLLM, site))
+        assert composed["services"]["llm"]["healthcheck"]["start_period"] == f"{found[site.weights]}s"
+        assert f"VLLM_ENGINE_READY_TIMEOUT_S={own}\n" in emit("systemd", VLLM, site)
+        [lws, _] = documents(emit("lws", VLLM_NODES, site))
+        probe = lws["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"][0]["startupProbe"]
+        assert probe["failureThreshold"] * probe["periodSeconds"] == found[site.weights]
+    assert found == {600 * 10**9: 7800, 60 * 10**9: 1800, None: 1800}
+    for kind in ("kubernetes", "compose", "runbook"):
+        text = emit(kind, VLLM, large)
+        assert "130 minutes: 558.8 GiB of weights at 100 MB/s from the Hub" in text
+        assert "is not known" in emit(kind, VLLM, SITE)
+    # A folder is on the disk already: 1,200 s and 600 s.
+    [local, _] = documents(emit("kubernetes", CASES["vllm-made"], large))
+    assert local["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] == 180
+
+
 def test_metrics_are_where_the_engine_has_them() -> None:
     """tensorrt_llm/serve/openai_server.py: Prometheus' page is /prometheus/metrics."""
     page = {}

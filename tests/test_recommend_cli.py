@@ -115,6 +115,8 @@ def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) 
     book = (folder / "RUNBOOK.md").read_text()
     assert "--emit" not in book
     assert all(f"`{name}`" in book or f" {name}`" in book for name in names - {"RUNBOOK.md"})
+    # Qwen3-8B has 8,190,735,360 parameters of 2 bytes, however they are converted: 15.26 GiB.
+    assert "15.26 GiB of weights" in (folder / "kubernetes.yaml").read_text()
     assert "--config engine.yaml\n" in (folder / "engine.yaml").read_text()
     assert not [path for path in folder.iterdir() if stat.S_IMODE(path.stat().st_mode) & 0o002]
 

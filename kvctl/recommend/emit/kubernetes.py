@@ -15,6 +15,7 @@ from kvctl.recommend.emit.containers import FILES, Container, container
 from kvctl.recommend.emit.documents import document, title
 from kvctl.recommend.emit.nodes import Node
 from kvctl.recommend.emit.script import line_of
+from kvctl.recommend.emit.starting import limit_s, limit_words
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
@@ -30,6 +31,8 @@ ONE_NODE = (
 )
 _STEP_S = 10
 """Between two looks at a server that starts."""
+_MARGIN_S = 600
+"""To find a node and fetch the image, before a server starts."""
 
 
 def kubernetes(deployment: Deployment, site: Site) -> str:
@@ -51,6 +54,8 @@ def kubernetes(deployment: Deployment, site: Site) -> str:
         "metadata": {"name": site.name, "labels": labels},
         "spec": {
             "replicas": deployment.replicas,
+            # Without it `kubectl rollout status` gives up after ten minutes.
+            "progressDeadlineSeconds": limit_s(deployment, site) + _MARGIN_S,
             "selector": {"matchLabels": labels},
             # GPUs for one more pod than are asked for may not be there: the old one goes first.
             "strategy": {"type": "Recreate"}
@@ -154,7 +159,8 @@ def _pod(deployment: Deployment, site: Site, one: Container, *, answers: bool) -
         asked = {"httpGet": {"path": one.health, "port": "http"}}
         server["ports"] = [{"name": "http", "containerPort": site.port}]
         # Loading takes minutes: until it is done, nothing else is asked, and nobody restarts it.
-        server["startupProbe"] = {**asked, "periodSeconds": _STEP_S, "failureThreshold": -(-site.start_s // _STEP_S)}
+        looks = -(-limit_s(deployment, site) // _STEP_S)
+        server["startupProbe"] = {**asked, "periodSeconds": _STEP_S, "failureThreshold": looks}
         server["readinessProbe"] = {**asked, "periodSeconds": 5, "timeoutSeconds": 5}
         server["livenessProbe"] = {**asked, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
     pod: dict[str, Any] = {
@@ -231,4 +237,5 @@ def _note(deployment: Deployment, site: Site) -> str:
             f'Alerts (--emit alerts) ask for job="{site.name}". A job that finds pods by these annotations has a name of its own: the scrape '
             "configuration at the head of the rules gives that one."
         )
+    lines.append(f"startupProbe: {limit_words(deployment, site)}")
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from kvctl.recommend.emit.kubernetes import ONE_NODE, kubernetes, leader_worker_
 from kvctl.recommend.emit.prometheus import DOWN, Alert, alerts
 from kvctl.recommend.emit.script import script
 from kvctl.recommend.emit.site import reached
+from kvctl.recommend.emit.starting import limit_words
 from kvctl.recommend.emit.systemd import systemd, unit_names
 from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
@@ -114,6 +115,7 @@ def _before(deployment: Deployment, site: Site) -> str:
         steps.append(
             "All nodes have the same image and the same folder of models, and reach one another on every port."
         )
+    steps.append(f"In containers {limit_words(deployment, site)}")
     steps.append(f"The server asks for no key: let only what may use it reach port {site.port}.")
     text = f"## Before\n\n{_list(steps)}"
     if deployment.made == "make":

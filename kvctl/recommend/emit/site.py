@@ -46,7 +46,9 @@ class Site(Record):
     ray: bool = False
     """Whether vLLM joins several nodes through Ray, not through its own processes."""
     start_s: int = 1800
-    """Seconds that loading may take before a start counts as failed."""
+    """Seconds that a start may take before it counts as failed, at least."""
+    weights: int | None = None
+    """Bytes of the weights as they are loaded; None: not known."""
 
 
 class Promise(Record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
-from kvctl.recommend.emit import images, nodes
+from kvctl.recommend.emit import images, nodes, starting
 from kvctl.recommend.emit.command import Command, Place, command
 from kvctl.recommend.emit.documents import comments, title
 from kvctl.recommend.emit.nodes import Node
@@ -72,7 +72,7 @@ def _unit(deployment: Deployment, site: Site, one: Command, name: str, note: str
         head += comments(f"When it is up: {line}")
     words = [f"{site.programs}/{one.program[0]}", *one.program[1:]]
     start = " \\\n  ".join((" ".join(words), *(" ".join(map(_word, option)) for option in one.options)))
-    variables = [("HF_HOME", site.folder), *one.variables]
+    variables = [("HF_HOME", site.folder), *starting.variables(deployment, site), *one.variables]
     # Several nodes cannot start without the variable, one alone needs no file.
     optional = "-" if deployment.nodes == 1 else ""
     lines = [
@@ -82,6 +82,7 @@ def _unit(deployment: Deployment, site: Site, one: Command, name: str, note: str
         "After=network-online.target",
         "",
         "[Service]",
+        # Its type is simple: systemd itself sets such a start no limit.
         f"User={site.user}",
         f"WorkingDirectory={site.folder}",
         *(f"Environment={_quoted(f'{key}={value}')}" for key, value in variables),
