@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from kvctl.errors import KvctlError, UsageError
 
 if TYPE_CHECKING:
     from kvctl.options_recommend import Proof
-    from kvctl.recommend.answers import Answer, Recommendation
+    from kvctl.recommend.answers import Answer, Known, Recommendation
     from kvctl.recommend.report import RecommendReport
     from kvctl.recommend.request import Ask
     from kvctl.recommend.what_if import Side
@@ -92,9 +93,11 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
                 print_trial(Screen(), report.trial)
 
 
-def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, quiet: bool) -> RecommendReport:
+def verified(
+    report: RecommendReport, answer: int, proof: Proof, ask: Ask, known: Known, *, quiet: bool
+) -> RecommendReport:
     """The report with what came of one of its answers, which is started for that on this machine and ended again; `ask` has the
-    objectives.
+    objectives, and `known` what speeds are predicted from.
 
     Raises:
         UsageError: it cannot be started here.
@@ -103,7 +106,8 @@ def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, qu
     """
     from kvctl import options_launch, output_serve, signals
     from kvctl.loadtest.figures import SECOND, Slo
-    from kvctl.recommend import verify
+    from kvctl.recommend import trial_time, verify
+    from kvctl.recommend.answers import judge_of
 
     found = report.each[0]
     chosen = _chosen(found, answer)
@@ -117,8 +121,11 @@ def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, qu
         ttft, tpot = (None if limit is None else round(limit * SECOND) for limit in (ask.ttft, ask.tpot))
         slo = Slo(ttft, tpot, scheduled=ask.rate is not None)
     plan = verify.plan_of(verify.promised(chosen, ask), launch, sizing, slo, ask.slo_percent)
+    if not quiet:
+        output.say("note", [trial_time.before(plan, candidate, judge_of(ask, known))])
+    over = itertools.count(1)
     signals.heed()
-    with output_serve.live(quiet=quiet) as (now, live, done):
+    with output_serve.live(quiet=quiet, more=lambda one: trial_time.after(plan, one, next(over))) as (now, live, done):
         return report.replace(trial=verify.put(answer, plan, now, live, done))
 
 
