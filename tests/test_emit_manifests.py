@@ -557,6 +557,7 @@ def test_a_runbook_names_the_files_beside_it() -> None:
     assert "- `--emit kubernetes`: `kubectl apply -f FILE`" in some
     replicas = emit("runbook", VLLM.replace(replicas=2), SITE, PROMISE, beside)
     assert "`systemctl enable --now llm-0 llm-1`" in replicas
+    assert "`systemctl restart llm-0 llm-1`" in replicas
 
 
 def test_a_runbook_says_how_weights_are_made() -> None:

@@ -43,7 +43,7 @@ def runbook(deployment: Deployment, site: Site, promise: Promise, beside: Mappin
         _log(deployment, promise),
         _checks(deployment, site, promise, beside),
         _alarms(deployment, site, promise, beside),
-        _back(site),
+        _back(deployment, site),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -252,12 +252,12 @@ def _alarm(row: Alert) -> str:
     return f"### {row.name}\n\n{row.summary}.\n\n{_code(row.expression, 'promql')}\n{_list(row.do)}\n"
 
 
-def _back(site: Site) -> str:
+def _back(deployment: Deployment, site: Site) -> str:
     steps = [
         "Keep the files of the version that runs before you put new ones in their place.",
         "docker compose: put the old file back, `docker compose up -d`.",
         f"Kubernetes: `kubectl rollout undo deployment/{site.name}`; a LeaderWorkerSet: apply the old file.",
-        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {site.name}`.",
+        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {' '.join(unit_names(deployment, site))}`.",
         "Then run the checks again.",
     ]
     return f"## Back to what ran before\n\n{_list(steps)}"
