@@ -239,6 +239,8 @@ def test_a_start_may_take_as_long_as_its_weights_do() -> None:
         text = emit(kind, VLLM, large)
         assert "130 minutes: 558.8 GiB of weights at 100 MB/s from the Hub" in text
         assert "is not known" in emit(kind, VLLM, SITE)
+    assert "`export VLLM_ENGINE_READY_TIMEOUT_S=7800` before it" in emit("runbook", VLLM, large)
+    assert "READY_TIMEOUT" not in emit("runbook", SGLANG, large)
     # A folder is on the disk already: 1,200 s and 600 s.
     [local, _] = documents(emit("kubernetes", CASES["vllm-made"], large))
     assert local["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] == 180

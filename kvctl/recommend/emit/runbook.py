@@ -16,7 +16,7 @@ from kvctl.recommend.emit.kubernetes import ONE_NODE, kubernetes, leader_worker_
 from kvctl.recommend.emit.prometheus import DOWN, Alert, alerts
 from kvctl.recommend.emit.script import script
 from kvctl.recommend.emit.site import reached
-from kvctl.recommend.emit.starting import limit_words
+from kvctl.recommend.emit.starting import limit_words, variables
 from kvctl.recommend.emit.systemd import systemd, unit_names
 from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
@@ -116,6 +116,10 @@ def _before(deployment: Deployment, site: Site) -> str:
             "All nodes have the same image and the same folder of models, and reach one another on every port."
         )
     steps.append(f"In containers {limit_words(deployment, site)}")
+    steps += [
+        f"{deployment.engine.name} itself gives up sooner: where weights are fetched by a command in a shell, `export {name}={value}` before it."
+        for name, value in variables(deployment, site)
+    ]
     steps.append(f"The server asks for no key: let only what may use it reach port {site.port}.")
     text = f"## Before\n\n{_list(steps)}"
     if deployment.made == "make":
@@ -253,11 +257,12 @@ def _alarm(row: Alert) -> str:
 
 
 def _back(deployment: Deployment, site: Site) -> str:
+    own = ", on each node its own" if deployment.nodes > 1 else ""
     steps = [
         "Keep the files of the version that runs before you put new ones in their place.",
         "docker compose: put the old file back, `docker compose up -d`.",
         f"Kubernetes: `kubectl rollout undo deployment/{site.name}`; a LeaderWorkerSet: apply the old file.",
-        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {' '.join(unit_names(deployment, site))}`.",
+        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {' '.join(unit_names(deployment, site))}`{own}.",
         "Then run the checks again.",
     ]
     return f"## Back to what ran before\n\n{_list(steps)}"
