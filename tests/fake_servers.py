@@ -53,7 +53,7 @@ print({log!r}.replace("{{model}}", model).replace("MODEL", model), end="", flush
 answered = 0
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
     def log_message(self, *args): pass
     def reply(self, value, status=200, kind="application/json"):
         data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
@@ -93,7 +93,10 @@ class Handler(BaseHTTPRequestHandler):
         n = body["max_tokens"]
         events = [{{"choices": [{{"index": 0, "delta": {{"content": " a"}}, "finish_reason": "length" if i == n - 1 else None}}]}} for i in range(n)]
         events.append({{"choices": [], "usage": {{"prompt_tokens": count, "completion_tokens": n}}}})
-        self.reply("".join(f"data: {{json.dumps(event)}}\\n\\n" for event in events) + "data: [DONE]\\n\\n", kind="text/event-stream")
+        lines = [f"data: {{json.dumps(event)}}\\n\\n" for event in events] + ["data: [DONE]\\n\\n"]
+        if HOW != "paced": return self.reply("".join(lines), kind="text/event-stream")
+        self.send_response(200); self.send_header("Content-Type", "text/event-stream"); self.send_header("Content-Length", str(sum(map(len, lines)))); self.end_headers()
+        for line in lines: time.sleep(0.005); self.wfile.write(line.encode())
 
 class Server(ThreadingHTTPServer):
     request_queue_size = 128

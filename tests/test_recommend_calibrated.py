@@ -215,3 +215,120 @@ def test_from_the_command_line(tmp_path: Path, kvctl: Callable[..., Any]) -> Non
     assert "does not say what GPU" in refused.err
     assert "FILE@H100" in refused.err
     assert kvctl(*command, "--calibrate", str(tmp_path / "none.json")).code == 1
+
+
+# -- what is not used is said ------------------------------------------------------------------------
+
+
+def said(kvctl: Callable[..., Any], *words: str) -> list[str]:
+    """Notes about files."""
+    outcome = kvctl("recommend", *words)
+    assert outcome.code in (0, 3), outcome.err
+    return [line for line in outcome.err.splitlines() if "not used" in line]
+
+
+VLLM = ("Qwen3-8B", "--engine", "vllm", "--concurrency", "4", "--ctx", "2k")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "card", "engine_", "why"),
+    [
+        ("H100", "@H200", "vllm", "it was measured on H200 SXM, and this is about NVIDIA H100 80GB HBM3"),
+        ("H100", "@cpu", "vllm", "it was measured on CPU, and this is about NVIDIA H100 80GB HBM3"),
+        ("cpu:64GiB", "@H100", "vllm", "it was measured on H100 SXM, and this is about CPU"),
+        ("H100", "@H100", "sglang", "it was measured with sglang, and this is about vllm"),
+        ("cpu:64GiB", "@cpu", "tgi", "it was measured with tgi, and this is about vllm"),
+        ("T4,H100", "@L4", "vllm", "it was measured on L4, and this is about "),
+        ("RTX3070", "@RTX3070", "vllm", "nothing of vllm fits on NVIDIA GeForce RTX 3070"),
+    ],
+)
+def test_a_file_that_says_nothing_of_a_request(
+    gpu: str, card: str, engine_: str, why: str, tmp_path: Path, kvctl: Callable[..., Any]
+) -> None:
+    path = served(tmp_path / "a.json", engine=engine_)
+    tight = ("--weights-dtype", "bf16") if gpu == "RTX3070" else ()
+    lines = said(kvctl, *VLLM, "--gpu", gpu, *tight, "--calibrate", path + card)
+    assert lines
+    assert all(f"{path}: not used: {why}" in line for line in lines)
+    outcome = kvctl("recommend", *VLLM, "--gpu", gpu.partition(",")[0], *tight, "--calibrate", path + card, "--json")
+    assert any(note.startswith(f"{path}: not used: ") for note in outcome.json["notes"])
+
+
+def test_nothing_is_said_of_a_file_that_is_used_elsewhere_in_a_matrix(
+    tmp_path: Path, kvctl: Callable[..., Any]
+) -> None:
+    path = served(tmp_path / "a.json")
+    assert not said(kvctl, *VLLM, "--gpu", "H100,L40S", "--calibrate", path + "@H100")
+    assert not said(kvctl, *VLLM, "--gpu", "H100", "--calibrate", path + "@H100")
+
+
+def test_what_goes_before_others(tmp_path: Path, kvctl: Callable[..., Any]) -> None:
+    own, other = served(tmp_path / "a.json") + "@H100", served(tmp_path / "b.json", model="Qwen/Qwen3-4B") + "@H100"
+    plain = profiled(tmp_path / "p.json", profile())
+    lines = said(
+        kvctl, *VLLM, "--gpu", "H100", *(word for path in (own, other, plain) for word in ("--calibrate", path))
+    )
+    assert lines == [
+        f"note: {other[:-5]}: not used: it is about Qwen/Qwen3-4B, and others are about Qwen/Qwen3-8B",
+        f"note: {plain}: not used: vllm itself was measured there",
+    ]
+    assert not said(kvctl, *VLLM, "--gpu", "H100", "--calibrate", other)
+    # 0.2 ms for each token of a prompt is far from what servers do on an H100: no bound.
+    assert said(kvctl, *VLLM, "--gpu", "H100", "--calibrate", plain) == [
+        f"note: {plain}: not used: transformers was slower there than a server is predicted to be"
+    ]
+    assert said(kvctl, *VLLM, "--gpu", "cpu:64GiB", "--calibrate", profiled(tmp_path / "c.json", profile(settings={"device": "cpu"}))) == [
+        f"note: {tmp_path / 'c.json'}: not used: what transformers does says nothing of a server on a host"
+    ]  # fmt: skip
+
+
+def test_loads_of_a_file_that_say_nothing(tmp_path: Path, kvctl: Callable[..., Any]) -> None:
+    good = _outcome(4, [50 * MS] * 20)
+    path = served(
+        tmp_path / "a.json",
+        good,
+        _outcome(8, []),
+        _outcome(16, [50 * MS] * 20).replace(given_up="6% of requests failed"),
+    )
+    lines = said(kvctl, *VLLM, "--gpu", "H100", "--calibrate", path + "@H100")
+    assert lines == [
+        f"note: {path}: not used of its loads 8 at once: no request was answered",
+        f"note: {path}: not used of its loads 16 at once: 6% of requests failed",
+    ]
+    # They are said beside what is written, too, which has no notes.
+    written = kvctl("recommend", *VLLM, "--gpu", "H100", "--calibrate", path + "@H200", "--emit", "command")
+    assert written.code == 0
+    assert written.err.count("not used") == 3
+
+
+def test_what_cannot_be_timed() -> None:
+    spec = build_spec(catalogue.find("Qwen/Qwen3-8B"))
+    one = Measurement("vllm", "H100 SXM", spec, 2000, 200, 8.0, 0.1, 0.01, "gguf", where="mine.json")
+    request = ask(spec, read_gpus("H100"), prompt=2000, answer=200, concurrency=8, engines=[engine("vllm")])
+    good = one.replace(weights="bf16", concurrency=4.0)
+    for known, words in (
+        ([one], "mine.json: not used: how fast weights in gguf are multiplied is not known"),
+        ([one, good], "mine.json: not used of its 2 loads 8 at once of 2,000 + 200 tokens: how fast weights in gguf are multiplied is not known"),
+    ):  # fmt: skip
+        found = recommend(request, Known(measurements=tuple(known)), advise=False)
+        assert [each.words for each in found.passed_over] == [words]
+        assert words in found.notes
+    slice_ = request.replace(device=request.device.replace(mig=True))
+    (each,) = recommend(slice_, Known(measurements=(good,)), advise=False).passed_over
+    assert each.words == "mine.json: not used: how much of its card's speed a MIG slice has is not known"
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("Qwen3-8B-Q4_0.gguf", "gguf-4.50"),  # 32 × 4 bits and a scale of 16
+        ("Qwen3-8B.Q4_1.gguf", "gguf-5.00"),  # and a minimum of 16
+        ("Qwen3-8B-Q5_0.gguf", "gguf-5.50"),
+        ("Qwen3-8B-Q5_1.gguf", "gguf-6.00"),
+        ("Qwen3-8B-BF16.gguf", "f16"),
+        ("Qwen3-8B-f16.gguf", "f16"),
+    ],
+)
+def test_files_of_types_that_are_not_made(name: str, weights: str, tmp_path: Path) -> None:
+    (one,) = load(served(tmp_path / "a.json", model=f"/models/{name}", engine="llama.cpp") + "@H100")
+    assert (one.spec.id, one.weights) == ("Qwen/Qwen3-8B", weights)

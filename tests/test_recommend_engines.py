@@ -45,6 +45,41 @@ def _whole(found: dict[str, Any], prompt: int, answer: int, at_once: int) -> Non
     assert _measured(found, "requests that run at once") == at_once
 
 
+# -- a load test makes a host's speed known -----------------------------------------------------------------
+
+
+def test_llama_cpp_is_as_fast_as_was_measured(kvctl: Run, gguf: str, tmp_path: Path) -> None:
+    """The hint of an unknown speed, followed: what is predicted of the loads that were tested is what was measured of them."""
+    saved = str(tmp_path / "today.json")
+    asked = ("recommend", gguf, "--engine", "llama.cpp", "--gpu", "cpu", "--ctx", "2k", "--input-tokens", "128", "--output-tokens", "32",
+             "--max-quality-loss", "0", "--json")  # fmt: skip
+    assert "--calibrate FILE@cpu" in kvctl(*asked, "--concurrency", "2").json["answers"][0]["assumption"]
+    server = f"llama-server -m {gguf} -t 1 -c 4096 -np 2"
+    tested = kvctl(
+        "serve-test",
+        "--launch",
+        server,
+        "-c",
+        "1,2",
+        "-n",
+        "6",
+        "-i",
+        "128",
+        "-o",
+        "32",
+        "--save",
+        saved,
+    )
+    assert tested.code == 0, tested.err
+    for load in json.loads(Path(saved).read_text())["loads"]:
+        outcome = kvctl(*asked, "--concurrency", str(load["step"]["at_once"]), "--calibrate", f"{saved}@cpu")
+        assert "not used" not in outcome.err
+        found = outcome.json["answers"][0]
+        assert found["validated"] == f"measured: {saved}"
+        times = (load["all"] if load["steady_refused"] else load["steady"])["times"]
+        assert found["side"]["speed"]["tpot"]["mid"] == pytest.approx(times["tpot"]["p50"]["value"], rel=0.15)
+
+
 # -- llama.cpp: SmolLM2 in Q4_1 is 92.1 MiB --------------------------------------------------------------------
 
 

@@ -374,6 +374,53 @@ def gguf(tmp_path: Path) -> Path:
 ASKED = ("--engine", "llama.cpp", "--gpu", "cpu:1GiB", "--ctx", "512", "--output-tokens", "4", "--concurrency", "3")
 
 
+def test_a_load_test_of_a_host_tells_how_fast_it_is(
+    kvctl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an answer whose speed is not known says is followed: its server is tested, and what was saved makes the speed known."""
+    # All of its weights, for what a step reads follows from them; 16 bits each, as gguf_models writes them.
+    wide, narrow = (1536, 576), (192, 576)
+    layer = {"attn_q.weight": (576, 576), "attn_k.weight": narrow, "attn_v.weight": narrow, "attn_output.weight": (576, 576), "ffn_gate.weight": wide,
+             "ffn_up.weight": wide, "ffn_down.weight": (576, 1536), "attn_norm.weight": (576,), "ffn_norm.weight": (576,)}  # fmt: skip
+    shapes = {f"blk.{number}.{name}": shape for number in range(30) for name, shape in layer.items()}
+    # A name that no table of types has, as Q4_1 is none that kvctl makes.
+    gguf = write_gguf(
+        tmp_path / "smollm2.Q4_1.gguf",
+        "llama",
+        SMOLLM2,
+        shapes | {"token_embd.weight": (49152, 576), "output_norm.weight": (576,)},
+    )
+    folder = program(tmp_path / "bin", "llama-server", "paced").parent
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    asked = (
+        "recommend",
+        str(gguf),
+        *ASKED[:3],
+        "cpu:8GiB",
+        *ASKED[4:],
+        "--input-tokens",
+        "40",
+        "--max-quality-loss",
+        "0",
+        "--json",
+    )
+    hint = kvctl(*asked).json["answers"][0]["assumption"]
+    assert "(kvctl serve-test URL --save FILE, then --calibrate FILE@cpu)" in hint
+    saved = str(tmp_path / "today.json")
+    tested = kvctl("serve-test", "--launch", f"llama-server -m {gguf} -c 1536 -np 3", "-i", "40", "-o", "4", "-c", "1,3", "-n", "6", "--warmup", "1", "--save", saved)  # fmt: skip
+    assert tested.code == 0, tested.err
+    outcome = kvctl(*asked, "--calibrate", f"{saved}@cpu")
+    assert "not used" not in outcome.err
+    best = outcome.json["answers"][0]
+    assert best["validated"] == f"measured: {saved}"
+    loads = json.loads(Path(saved).read_text())["loads"]
+    assert [load["step"]["at_once"] for load in loads] == [1, 3]
+    # One event in 5 ms, whatever is asked: so it is measured, and with three requests at once predicted.
+    measured = [load["all"]["times"]["tpot"]["p50"]["value"] for load in loads]
+    assert min(measured) > 0.005
+    assert best["side"]["speed"]["tpot"]["mid"] == pytest.approx(measured[1], rel=0.35)
+
+
 def test_an_answer_is_started_loaded_and_ended(
     kvctl: Run, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,46 @@ def test_loads_of_many_requests_do_not_set_the_rates() -> None:
     assert prepare_host(SETUP, [busy, ONE]).seconds(400, 2, 1) == prepare_host(SETUP, [ONE]).seconds(400, 2, 1)
 
 
+def test_loads_of_many_requests_correct_what_is_predicted_of_many() -> None:
+    plain_ = prepare_host(SETUP, [ONE])
+    four, sixteen = ((n, tuple(share * time for share, time in zip(shares, plain_.seconds(400, 2, n), strict=True)))
+                     for n, shares in ((4, (2.0, 0.5)), (16, (8.0, 0.5))))  # fmt: skip
+    measured = [
+        ONE,
+        *(
+            ONE.replace(concurrency=float(n), ttft=times[0], tpot=times[1], where=f"{n}.json")
+            for n, times in (four, sixteen)
+        ),
+    ]
+    told: list[str] = []
+    ready = prepare_host(SETUP, measured, lambda _, why: told.append(why))
+    assert told == ["", "", ""]
+    assert ready.at(400, 2, 1).validated == "measured: 16.json, 4.json, mine.json"
+    for n, (first, between) in (four, sixteen):
+        assert ready.seconds(400, 2, n) == (pytest.approx(first), pytest.approx(between))
+    assert ready.seconds(400, 2, 1) == plain_.seconds(400, 2, 1)
+    # Half way between 4 and 16 is 8: the square root of 2 × 8. Beyond 16 it is as at 16.
+    for n, shares in ((8, (4.0, 0.5)), (64, (8.0, 0.5)), (2, (2**0.5, 0.5**0.5))):
+        first, between = plain_.seconds(400, 2, n)
+        assert ready.seconds(400, 2, n) == (pytest.approx(shares[0] * first), pytest.approx(shares[1] * between))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tpot": None}, "follows from TTFT and TPOT, and it has only one"),
+        ({"ttft": None}, "follows from TTFT and TPOT, and it has only one"),
+        ({"ttft": None, "tpot": None}, "neither TTFT nor TPOT"),
+        ({"weights": "gguf"}, "how fast weights in gguf are multiplied is not known"),
+    ],
+)
+def test_why_a_measurement_is_not_used(change: dict[str, str | None], why: str) -> None:
+    told: list[str] = []
+    prepare_host(SETUP, [ONE, ONE.replace(**change)], lambda one, why: told.append(why) if one is not ONE else None)
+    assert len(told) == 1
+    assert why in told[0]
+
+
 @pytest.mark.parametrize("change", [{"engine": "vllm"}, {"card": "H100 SXM"}, {"tpot": None}, {"ttft": None}])
 def test_what_was_not_measured_there_is_not_known(change: dict[str, str | None]) -> None:
     with pytest.raises(ConfigError, match="--calibrate FILE@cpu"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
-from kvctl.recommend.checkpoints import stored_format, timed
+from kvctl.recommend.checkpoints import of_gguf, stored_format, timed
 from kvctl.sources import jsonfile
 from kvctl.speed import ALIKE
 from kvctl.speed.calibrate import Measurement
@@ -216,13 +216,13 @@ def _model(names: Sequence[str], specs: Sequence[ModelSpec], where: str) -> tupl
         weights = None if gguf is None else _NAMED.get(gguf[0].lower(), gguf[0].lower())
         for spec in specs:
             if spec.id.lower() in (name.lower(), bare.lower()) or spec.id.rpartition("/")[2].lower() in (short.lower(), bare.lower()):  # fmt: skip
-                return spec, weights or stored_format(spec)
+                return spec, stored_format(spec) if of_gguf(spec) else weights or stored_format(spec)
         for tried in (name, bare):
             try:
                 spec = build_spec(resolve(tried, source=None if os.path.exists(tried) else "catalogue"))
             except KvctlError:
                 continue
-            return spec, weights or stored_format(spec)
+            return spec, stored_format(spec) if of_gguf(spec) else weights or stored_format(spec)
     shown = jsonfile.plain(next(filter(None, names), "no model")[:80])
     raise ConfigError(f"{where} is about {shown}, which is no model of the catalogue",
                       hint="serve-test --size-model MODEL says which model a server has")  # fmt: skip

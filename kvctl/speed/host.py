@@ -1,7 +1,8 @@
 """Speed of a host whose memory and processor nobody publishes figures of, from what one engine was measured to do on it.
 
 The roofline is the same; its two rates are those that the measurement itself shows: bytes that a step reads over the time between
-tokens, and operations of a prompt over the time to its first token. Loads of more requests at once say how far it is off with so many. Nothing is
+tokens, and operations of a prompt over the time to its first token. What that gives is moved by
+measured over predicted at as many requests at once. Nothing is
 said of other engines on that host.
 """
 
@@ -40,8 +41,8 @@ class HostPrepared(Prepared):
     """A setup on a host."""
 
     busy: tuple[tuple[float, float, float], ...] = ()
-    """Requests at once that were measured, and the logarithms of measured over predicted TTFT and TPOT there, ascending; the rates
-    follow from the first, and between two of them what the logarithms have on the way."""
+    """Requests at once that were measured, and the logarithms of measured over predicted TTFT and TPOT there, ascending; between two of
+    them, what lies on the way."""
 
     def pace(self, prompt: int, answer: int, before: float = 0.0) -> Callable[[float], tuple[float, float]]:
         roofline = super().pace(prompt, answer, before)
@@ -78,7 +79,7 @@ class HostPrepared(Prepared):
 
 def prepare_host(setup: Setup, measurements: Sequence[Measurement], tell: Tell = silent) -> Prepared:
     """The setup on a host that its engine was measured on; the rates are medians over the loads with fewest requests at once,
-    which the others correct where more are in service.
+    and all loads correct what follows from them, at so many requests in service.
 
     Raises:
         ConfigError: the engine was not measured there, or not both of its phases.
@@ -103,17 +104,15 @@ def prepare_host(setup: Setup, measurements: Sequence[Measurement], tell: Tell =
     least = min(rates)
     peak = [median(rate[kind] for _, rate in rates[least]) for kind in (0, 1)]
     laid = _layout(setup, *peak)
-    busier = []
+    busy = []
     for concurrency, found in sorted(rates.items()):
         shares = [_shares(setup, one, peak) for one, _ in found]
-        if concurrency > least:
-            first, between = (median(share[kind] for share in shares) for kind in (0, 1))
-            busier.append((concurrency, first, between))
+        first, between = (median(share[kind] for share in shares) for kind in (0, 1))
+        busy.append((concurrency, first, between))
         for one, _ in found:
             tell(one, "")
     words = f"measured: {', '.join(sorted({one.where for found in rates.values() for one, _ in found}))}"
-    points = ((least, 0.0, 0.0), *busier)
-    return HostPrepared(setup, laid, _WHOLE, {"E": engine, "C": NAME}, Calibration({}, words), points)
+    return HostPrepared(setup, laid, _WHOLE, {"E": engine, "C": NAME}, Calibration({}, words), tuple(busy))
 
 
 def _shares(setup: Setup, one: Measurement, peak: Sequence[float]) -> tuple[float, float]:
