@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -254,7 +255,7 @@ def test_many_replicas_are_tried_in_steps_of_five_percent() -> None:
     counts = space.replicas(Split(1, gpus=1), asked("Qwen3-32B", "8xH100", nodes=60))
     assert counts[:40] == tuple(range(1, 41))
     assert counts[-1] == 480
-    assert all(after / before <= 1.05 for before, after in zip(counts[40:], counts[41:], strict=False))
+    assert all(after / before <= 1.05 for before, after in pairwise(counts[40:]))
     assert len(counts) < 110
 
 
