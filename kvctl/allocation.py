@@ -19,6 +19,8 @@ class Serving(Record):
 
     device: str = "gpu"
     """gpu or cpu."""
+    gpu: str | None = None
+    """What an engine finds the GPU to be: its CUDA capability, or AMD's name of its architecture; None where none is known."""
     kv_budget: int | None = None
     """Bytes for the cache on each rank."""
     tensor_parallel: int | None = None

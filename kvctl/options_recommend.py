@@ -221,15 +221,18 @@ def read_heard(
 
 
 def read_known(
-    prices: Sequence[str], quality: Sequence[str], calibrate: Sequence[str] = (), specs: Sequence[ModelSpec] = ()
-) -> Known:
-    """Prices, and results that were saved."""
+    prices: Sequence[str], quality: Sequence[str], calibrate: Sequence[str] = (), specs: Sequence[ModelSpec] = (),
+    hardware: Sequence[Sequence[Device]] = (),
+) -> Known:  # fmt: skip
+    """Prices, and results that were saved, for what is asked about."""
     from kvctl.recommend import calibrated, measured
     from kvctl.recommend.answers import Known
-    from kvctl.recommend.prices import Prices, parse
+    from kvctl.recommend.prices import Prices, parse, remarks
 
-    notes: list[str] = []
-    return Known(parse(list(prices)) if prices else Prices(), tuple(measured.load(path) for path in quality),
+    found = parse(list(prices)) if prices else Prices()
+    gpus = [one for kind in hardware for one in kind if one.kind != "cpu"]
+    notes = list(remarks(found, (one.name if one.facts is None else one.facts.name for one in gpus)))
+    return Known(found, tuple(measured.load(path) for path in quality),
                  tuple(one for path in calibrate for one in calibrated.load(path, specs, notes)), tuple(notes))  # fmt: skip
 
 

@@ -173,3 +173,56 @@ def test_on_a_cpu_only_a_told_budget_has_an_answer(kvctl: Run) -> None:
     refused = kvctl("size", *options)
     assert refused.code == 1
     assert "--kv-budget says how much" in refused.err
+
+
+# -- kernels of latents, by GPU ------------------------------------------------------------------------
+
+# vLLM 0.32, platforms/cuda.py: on 9.x FLASH_ATTN_MLA comes first (16 bits alone; multiples of 16), then FLASHMLA (64); on
+# 10.x FLASHINFER_MLA (32 or 64); on others TRITON_MLA (multiples of 16). platforms/rocm.py: TRITON_MLA where AITER is not
+# asked for. Indexers have 64 on CUDA, and 1 or multiples of 16 on ROCm. The least that takes the default, 16, or its least own.
+BLOCKS = (
+    ("DeepSeek-V3", "8xA100", "auto", 16), ("DeepSeek-V3", "8xH200", "auto", 16), ("DeepSeek-V3", "8xH200", "fp8", 64),
+    ("DeepSeek-V3", "8xB200", "auto", 32), ("DeepSeek-V3", "8xB200", "fp8", 32), ("DeepSeek-V3", "8xMI300X", "auto", 16),
+    ("DeepSeek-V3", "8xRTX PRO 6000 Blackwell", "auto", 16),
+    ("DeepSeek-V3.2", "8xH200", "auto", 64), ("DeepSeek-V3.2", "8xB200", "auto", 64), ("DeepSeek-V3.2", "8xMI300X", "auto", 16),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "gpus", "cache", "block"), BLOCKS)
+def test_blocks_of_latents_are_those_of_the_gpus_kernels(
+    kvctl: Run, model: str, gpus: str, cache: str, block: int
+) -> None:
+    options = ("--engine", "vllm@0.32", "--gpu", gpus, "--ctx", "8k", "--kv-dtype", cache)
+    outcome = kvctl("size", model, "--json", *options)
+    assert outcome.json["results"][0]["allocation"]["block_size"] == block
+    assert "Hopper" not in outcome.err + outcome.out
+
+
+def test_latents_of_other_widths_are_tritons(kvctl: Run) -> None:
+    # With 64 of the rotary key: 320, 512 and 576 are what other kernels have (MLACommonBackend.get_supported_head_sizes), 384 is none.
+    for width, block in ((256, 32), (320, 16), (448, 32), (512, 32)):
+        told = ("--set", f"kv_lora_rank={width}", "--engine", "vllm@0.32", "--gpu", "8xB200", "--ctx", "8k")
+        (result,) = sizes(kvctl, "DeepSeek-V3", *told)
+        assert result["allocation"]["block_size"] == block, width
+
+
+def test_older_versions_forced_blocks_of_latents(kvctl: Run) -> None:
+    # "Forcing kv cache block size to 64 for FlashMLA backend" in logs of 0.8 to 0.13, on Hopper.
+    for gpus, said in (("8xH200", False), ("8xB200", True)):
+        outcome = kvctl("size", "DeepSeek-V3", "--json", "--engine", "vllm@0.12", "--gpu", gpus, "--ctx", "8k")
+        assert outcome.json["results"][0]["allocation"]["block_size"] == 64
+        assert ("assumed for vLLM 0.12" in outcome.err + outcome.out) is said
+
+
+def test_blocks_without_a_gpu_say_what_is_assumed(kvctl: Run) -> None:
+    outcome = kvctl("size", "DeepSeek-V3", "--engine", "vllm@0.32", "--ctx", "8k")
+    assert "block size 64, as FlashMLA on a Hopper GPU has it" in outcome.err + outcome.out
+
+
+@pytest.mark.parametrize(("gpus", "row"), [("8xH200", 656), ("8xB200", 576), ("8xMI300X", 576)])
+def test_sparse_latents_in_fp8_by_gpu(kvctl: Run, gpus: str, row: int) -> None:
+    # fp8_ds_mla has 512 values, 4 scales of 4 B and 64 values of 2 B: 656; plain fp8 512 + 64. Indexers 128 + 4. 61 layers.
+    options = ("--engine", "vllm@0.32", "--gpu", gpus, "--ctx", "8k", "--kv-dtype", "fp8")
+    (result,) = sizes(kvctl, "DeepSeek-V3.2", *options)
+    plan = result["allocation"]
+    assert plan["bytes_per_block"] == 61 * (row + 132) * plan["block_size"]

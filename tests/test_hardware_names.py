@@ -335,7 +335,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 def test_the_table_is_complete_and_sourced() -> None:
     for row in RAW["gpus"]:
-        facts = {"mib", "bw", "fp16", "fp8", "int8", "fp4", "fp32", "cc", "link"} & set(row)
+        facts = {"mib", "bw", "fp16", "fp8", "int8", "fp4", "fp32", "cc", "link", "node"} & set(row)
         if row["vendor"] != "Apple":
             assert facts - set(row["src"]) == set(), row["name"]
         assert set(row["src"].values()) <= set(RAW["sources"])

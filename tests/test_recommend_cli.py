@@ -109,6 +109,15 @@ def test_prices_are_told_and_sorted_by(kvctl: Run, tmp_path: Path) -> None:
     assert cost["per_million_output_tokens"]["mid"] == pytest.approx(0.9 / 3600 / rate * 1e6)
 
 
+def test_a_card_of_two_gpus_is_paid_for_once_and_idle_prices_are_named(kvctl: Run) -> None:
+    outcome = kvctl(
+        "recommend", "Qwen/Qwen3-8B", "--gpu", "MI250", "--ctx", "8k", "--price", "MI250=4,H200=2", "--json"
+    )
+    costs = {one["side"]["cost"]["gpus"]: one["side"]["cost"]["per_hour"] for one in json.loads(outcome.out)["answers"]}
+    assert costs == {1: 4.0, 2: 4.0}
+    assert "--price H200: no such GPU is asked about" in outcome.err
+
+
 def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) -> None:
     text = kvctl(*BASE, "--engine", "vllm", "--emit", "command").out
     assert "vllm serve" in text

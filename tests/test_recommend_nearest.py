@@ -125,6 +125,17 @@ def test_another_maker_where_none_of_the_same_does() -> None:
     assert nearest.larger_gpu(asked("Qwen2.5-72B-Instruct", "M1", 4096, 1, LLAMA)) is None
 
 
+def test_as_many_as_a_machine_has() -> None:
+    """Two GH200s to a machine at most (NVL2), four GB200s to a tray: eight of either are no machine, and are not named."""
+    one, eight = read_gpus("H100")[0], {device.name for device in nearest.others(read_gpus("H100")[0], 8, slow=False)}
+    assert {"NVIDIA GH200 480GB", "NVIDIA GB200"} <= {device.name for device in nearest.others(one, 1, slow=False)}
+    assert not any("GH200" in name or "GB200" in name or "GB300" in name for name in eight)
+    assert {"NVIDIA H200", "NVIDIA B200"} <= eight
+    # More of the same: a second in the machine, then machines of two.
+    request = asked("Qwen2.5-72B-Instruct", "GH200 96GB", 32_768, 64, VLLM)
+    assert [(ask.gpus, ask.nodes) for ask in nearest._larger(request)][:2] == [(2, 1), (2, 2)]
+
+
 def bf16(_: Ask, each: Candidate) -> bool:
     return each.deployment.weights == "bf16"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvctl.errors import ConfigError, KvctlError, SourceError, UsageError
-from kvctl.recommend.prices import Prices, cost, parse, words
+from kvctl.recommend.prices import Prices, cost, parse, remarks, words
 from kvctl.speed import Range
 
 
@@ -111,6 +111,19 @@ def test_the_cost_of_a_million_tokens() -> None:
     assert words(found) == "4 GPUs, 3.6 an hour"
 
 
+def test_a_card_with_two_dies_is_paid_for_once() -> None:
+    # MI250: two dies, each a GPU to an engine; a card at 4 an hour. Three dies are on two cards.
+    for gpus, hour, said in (
+        (1, 4.0, "1 GPU of 1 card, 4 an hour"), (2, 4.0, "2 GPUs of 1 card, 4 an hour"), (3, 8.0, "3 GPUs of 2 cards, 8 an hour"),
+    ):  # fmt: skip
+        found = cost("Instinct MI250", gpus, parse(["MI250=4"]), dies=2)
+        assert (found.gpus, found.per_hour, words(found)) == (gpus, hour, said)
+    # 4 an hour at 1,000 tokens a second: 4 / 3.6 for a million.
+    each = cost("Instinct MI250", 2, parse(["4"]), Range(1000.0, 1000.0, 1000.0), dies=2).per_million
+    assert each is not None
+    assert each.mid == pytest.approx(4 / 3.6)
+
+
 def test_without_a_price_gpus_are_counted() -> None:
     found = cost("L40S", 4, Prices(), Range(1.0, 2.0, 3.0))
     assert (found.per_hour, found.per_million, found.order) == (None, None, (0.0, 4))
@@ -118,3 +131,19 @@ def test_without_a_price_gpus_are_counted() -> None:
     assert cost("host", 0, parse(["2"])).per_hour is None  # a host has no GPU to pay
     assert cost("L40S", 1, parse(["2"]), Range(0.0, 1.0, 2.0)).per_million is None
     assert found.to_dict()["per_million_output_tokens"] is None
+
+
+def test_a_price_that_says_nothing_is_named(tmp_path: Path) -> None:
+    (unused, bare) = remarks(parse(["H200=2"]), ["H100 SXM", "H100 SXM"])
+    assert unused.startswith("--price H200: no such GPU is asked about")
+    assert bare.startswith("H100 SXM has no price")
+    # What is used, for any GPU, or in a list of all there is, is no matter.
+    path = tmp_path / "p.toml"
+    path.write_text("H100 = 2.5\nH200 = 3.5\n")
+    for texts in (["H100=2"], ["2"], [str(path)], []):
+        assert remarks(parse(texts), ["H100 SXM"]) == ()
+    assert remarks(parse(["H200=2,H100=1"]), ["H100 SXM", "H200 SXM"]) == ()
+    assert (
+        len(remarks(parse(["H200=2,H100=1"]), ["H100 SXM"])) == len(remarks(parse(["H200=2", "1"]), ["H100 SXM"])) == 1
+    )
+    assert remarks(parse([str(path)]), ["L40S"]) == ("L40S has no price: its GPUs are counted instead",)

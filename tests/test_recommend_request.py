@@ -10,6 +10,7 @@ from kvctl.engines import engine
 from kvctl.errors import UsageError
 from kvctl.hardware import read_gpus
 from kvctl.model import build_spec, shape_spec
+from kvctl.recommend.kinds import other_than_text
 from kvctl.recommend.request import Ask, ask
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
@@ -86,6 +87,46 @@ def test_no_gpu_at_all() -> None:
 def test_a_bare_shape_has_no_weights_to_serve() -> None:
     with pytest.raises(UsageError, match="bare shape"):
         asked(shape_spec(80, 8, 128))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("openai/whisper-large-v3", "for speech"), ("google/flan-t5-xl", "an encoder-decoder"), ("Qwen/Qwen3-Embedding-0.6B", "an embedding model"),
+     ("intfloat/e5-mistral-7b-instruct", "an embedding model"), ("Alibaba-NLP/gte-Qwen2-7B-instruct", "an embedding model")],
+)  # fmt: skip
+def test_models_that_answer_with_no_text_are_refused(name: str, kind: str) -> None:
+    with pytest.raises(UsageError, match=kind) as caught:
+        asked(build_spec(catalogue.find(name)))
+    assert caught.value.hint == f"kvctl size {name} says what memory it takes"
+
+
+@pytest.mark.parametrize(
+    ("id_", "kind", "classes", "other"),
+    [
+        ("m", "qwen3", ["Qwen3ForCausalLM"], ""),
+        ("./Qwen3-Reranker-0.6B", "qwen3", ["Qwen3ForCausalLM"], "reranker"),
+        ("a/embeddinggemma-300m", "gemma3_text", ["Gemma3TextModel"], "embedding"),
+        ("m", "gemma3_text", ["Gemma3TextModel"], "embedding"),
+        ("m", "mistral", ["MistralModel"], "embedding"),
+        ("m", "xlm-roberta", ["XLMRobertaForSequenceClassification"], "classifies or ranks"),
+        ("m", "xlm-roberta", ["XLMRobertaModel"], "embedding"),
+        ("m", "llama", ["LlamaForSequenceClassification"], "classifies or ranks"),
+        # What answers with text: classes without "CausalLM", names with parts of such words, images by cross attention.
+        ("zai-org/chatglm3-6b", "chatglm", ["ChatGLMModel"], ""),
+        ("OpenGVLab/InternVL2-8B", "internvl_chat", ["InternVLChatModel"], ""),
+        ("gpt2", "gpt2", ["GPT2LMHeadModel"], ""),
+        ("me/embedded-assistant-7b", "llama", ["LlamaForCausalLM"], ""),
+        ("me/bridge5-7b", "llama", [], ""),
+        ("m", "llama", None, ""),
+    ],
+)
+def test_what_a_model_is_follows_from_its_class_or_name(id_: str, kind: str, classes: Any, other: str) -> None:
+    found = other_than_text(MODEL.replace(id=id_, model_type=kind, config={"architectures": classes}))
+    assert (other in found) if other else found == ""
+
+
+def test_images_by_cross_attention_are_no_encoder_decoder() -> None:
+    assert other_than_text(build_spec(catalogue.find("meta-llama/Llama-3.2-11B-Vision-Instruct"))) == ""
 
 
 def test_a_host_is_asked_as_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvctl.engines import Engine, engine
-from kvctl.hardware import Device, read_gpus
+from kvctl.hardware import Device, read_gpus, table
 from kvctl.model import build_spec
 from kvctl.quantization import scheme
 from kvctl.recommend import space, takes
@@ -19,7 +19,9 @@ from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
 from kvctl.weight_formats import GGUF_BITS, weight_format
 
-VLLM, SGLANG, TENSORRT, LLAMA = (engine(name) for name in ("vllm", "sglang", "tensorrt-llm", "llama.cpp"))
+VLLM, SGLANG, TENSORRT, LLAMA, OLLAMA = (
+    engine(name) for name in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "ollama")
+)
 
 
 def model(name: str) -> ModelSpec:
@@ -148,7 +150,6 @@ def test_gguf_types_have_known_sizes() -> None:
         ("B200", TENSORRT, ["bf16", "fp8-block", "nvfp4"]),
         # SGLang's kernels for plain and packed weights start with Turing and Ampere.
         ("T4", SGLANG, ["bf16"]),
-        ("V100", VLLM, ["bf16"]),
     ],
 )
 def test_formats_that_an_engine_takes_on_a_gpu(device: str, by: Engine, formats: list[str]) -> None:
@@ -197,10 +198,29 @@ def test_formats_of_the_cache(name: str, device: str, by: Engine, formats: tuple
 @pytest.mark.parametrize(
     ("device", "by", "runs"),
     [("M3 Max", VLLM, False), ("M3 Max", LLAMA, True), ("MI300X", TENSORRT, False), ("MI300X", VLLM, True),
-     ("cpu:8GiB", SGLANG, False), ("cpu:8GiB", VLLM, True), ("P100", VLLM, False), ("Gaudi 2", VLLM, False)],
+     ("cpu:8GiB", SGLANG, False), ("cpu:8GiB", VLLM, True), ("cpu:8GiB", LLAMA, True), ("P100", VLLM, False),
+     # vLLM's installation page has 7.5 since 0.21; V100 is 7.0, T4 7.5.
+     ("V100", VLLM, False), ("T4", VLLM, True), ("V100", SGLANG, False), ("V100", LLAMA, True), ("T4", TENSORRT, False),
+     # vLLM's ROCm page: MI200 (gfx90a), MI300, MI350, RX 7900, RX 9000, Ryzen AI MAX; SGLang's kernels: gfx942 and gfx950.
+     ("MI50 32GB", VLLM, False), ("MI60", VLLM, False), ("MI100", VLLM, False), ("RX 6900 XT", VLLM, False),
+     ("MI210", VLLM, True), ("MI250", VLLM, True), ("MI355X", VLLM, True), ("RX 7900 XTX", VLLM, True),
+     ("RX 9070 XT", VLLM, True), ("Ryzen AI Max+ 395", VLLM, True),
+     ("MI300X", SGLANG, True), ("MI355X", SGLANG, True), ("MI210", SGLANG, False), ("RX 7900 XTX", SGLANG, False),
+     ("MI50 32GB", LLAMA, True), ("RX 6900 XT", LLAMA, True),
+     # llama.cpp: SYCL on Intel's GPUs; Gaudi is no GPU and has no backend.
+     ("Data Center GPU Max 1550", LLAMA, True), ("Arc B580", LLAMA, True), ("Arc B580", VLLM, False),
+     ("Gaudi 2", VLLM, False), ("Gaudi 2", LLAMA, False), ("Gaudi 3", OLLAMA, False)],
 )  # fmt: skip
 def test_engines_on_devices(device: str, by: Engine, runs: bool) -> None:
-    assert (takes.runs(by, gpu(device)) == "") is runs
+    why = takes.runs(by, gpu(device))
+    assert (why == "") is runs
+    facts = gpu(device).facts
+    assert runs or facts is None or facts.name in why
+
+
+def test_every_amd_card_says_what_it_is() -> None:
+    """Or engines would be said to run on it."""
+    assert all(card.compute_capability for card in table.cards() if card.vendor == "AMD")
 
 
 # -- splits ---------------------------------------------------------------------------------

@@ -324,6 +324,31 @@ def test_options_that_are_refused(model: str, serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "ranks", "taken"),
+    [
+        # 28 heads, 4 KV heads: 7 divides the heads, and 4 % 7 and 7 % 4 are left over; 28 is a multiple of both
+        ("Qwen2.5-7B-Instruct", 7, False),
+        ("Qwen2.5-7B-Instruct", 4, True),
+        ("Qwen2.5-7B-Instruct", 28, True),
+        # 24 heads, 8 KV heads
+        ("Llama-3.2-3B", 3, False),
+        ("Llama-3.2-3B", 24, True),
+        ("Llama-3.2-3B", 12, False),
+        # 128 heads of latents: every rank holds all of them
+        ("DeepSeek-V3", 64, True),
+    ],
+)
+def test_tensor_parallelism_by_kv_heads(model: str, ranks: int, taken: bool) -> None:
+    serving = Serving(tensor_parallel=ranks)
+    if taken:
+        planned(model, 4096, serving)
+    else:
+        with pytest.raises(UsageError, match="KV heads"):
+            planned(model, 4096, serving)
+        planned(model, 4096, serving.replace(attention_dp=True))  # whole heads on every rank
+
+
+@pytest.mark.parametrize(
     "model", ["whisper-large-v3", "gemma-3n-E4B-it", "Kimi-Linear-48B-A3B-Instruct", "mamba-130m-hf"]
 )
 def test_states_that_are_not_known(model: str) -> None:

@@ -210,7 +210,7 @@ def recommend(
         typer.Option(
             "--price",
             metavar="X|NAME=X|FILE",
-            help="Of a GPU for an hour: 2.5, H100=2.5,L40S=0.9, or a TOML file with such lines. Repeatable.",
+            help="Of a GPU for an hour, as --gpu names it (a card with two dies is paid for once): 2.5, H100=2.5,L40S=0.9, or a TOML file with such lines. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -351,7 +351,7 @@ def recommend(
     engines = options_recommend.read_engines(engine)
     heard = options_recommend.read_heard(workload, trace, tokenizer, rate, quiet=quiet)
     specs = [own.read_model(model, set_ or [], source, revision) for model in models]
-    known = options_recommend.read_known(price or [], quality or [], calibrate or [], specs)
+    known = options_recommend.read_known(price or [], quality or [], calibrate or [], specs, hardware)
     asks = options_recommend.asks(
         specs, hardware, nodes=nodes, ctx=ctx, prompt=input_tokens, answer=output_tokens, concurrency=concurrency, rate=rate,
         engines=engines, slo=slo, goal=goal, max_loss=max_quality_loss, host=host_memory, heard=heard, shared=shared_prefix,

@@ -37,6 +37,9 @@ class GpuFacts(Record):
     cuda_sightings: tuple[tuple[int, str], ...]  # MiB in all that applications printed on Linux, ascending; where
     sources: tuple[tuple[str, str], ...]  # field → where it comes from
     note: str | None
+    per_node: int | None = (
+        None  # how many one machine has at most, where it is sold as part of a machine; None elsewhere
+    )
 
     @property
     def cuda_capability(self) -> float | None:

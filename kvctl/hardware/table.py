@@ -61,6 +61,7 @@ def _card(row: dict[str, Any], legend: dict[str, str]) -> GpuFacts:
         metal=row["vendor"] == "Apple",
         memory_options_gb=tuple(row.get("options", ())),
         dies=row.get("dies", 1),
+        per_node=row.get("node"),
         cuda_sightings=tuple((mib, legend.get(code, code)) for mib, code in sorted(row.get("cuda", ()))),
         sources=tuple((field, legend[code]) for field, code in row["src"].items()),
         note=row.get("note"),

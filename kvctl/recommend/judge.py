@@ -98,8 +98,9 @@ class Judge:
         speed, why = self._speed(candidate, (share or 0.0) * ask.prompt)
         loss = self.loss(candidate)
         deployment = candidate.deployment
-        name = deployment.device.facts.name if deployment.device.facts is not None else deployment.device.name
-        price = cost(name, deployment.all_gpus, self.prices, None if speed is None else speed.output_rate)
+        facts, rate = deployment.device.facts, None if speed is None else speed.output_rate
+        name, dies = (deployment.device.name, 1) if facts is None else (facts.name, facts.dies)
+        price = cost(name, deployment.all_gpus, self.prices, rate, dies=dies)
         missed, sure = self._missed(candidate, speed, why, self.counted(candidate))
         return Judged(candidate, speed, why, loss, price, tuple(missed), sure and not missed, place, share)
 

@@ -119,9 +119,10 @@ def more_gpus(ask: Ask, allowed: Allowed = anything, least: int = 0) -> Near | N
 
 
 def _larger(ask: Ask) -> Iterator[Ask]:
+    node = min(NODE, (ask.device.facts and ask.device.facts.per_node) or NODE)
     if ask.nodes == 1:
-        yield from (ask.replace(gpus=count) for count in range(ask.gpus + 1, NODE + 1))
-    gpus = max(ask.gpus, NODE)
+        yield from (ask.replace(gpus=count) for count in range(ask.gpus + 1, node + 1))
+    gpus = max(ask.gpus, node)
     nodes = max(ask.nodes, 1)
     for count in (nodes + 1, nodes + 2, 2 * nodes + 2, 4 * nodes + 4):
         if count <= MOST_NODES:
@@ -150,7 +151,7 @@ def larger_gpu(ask: Ask, allowed: Allowed = anything, *, slow: bool = False) -> 
         return None
     own = vendor(ask.device)
     for makers in (True, False):
-        devices = [device for device in others(ask.device, slow=slow) if (vendor(device) == own) is makers]
+        devices = [device for device in others(ask.device, ask.gpus, slow=slow) if (vendor(device) == own) is makers]
         found = {
             device.name: candidate
             for device in devices[-_LARGEST:]
@@ -166,10 +167,14 @@ def larger_gpu(ask: Ask, allowed: Allowed = anything, *, slow: bool = False) -> 
     return None
 
 
-def others(device: Device, *, slow: bool) -> list[Device]:
-    """Cards that may do what a device does not, the nearest first: those with as much memory; `slow`: those that are faster in anything."""
+def others(device: Device, gpus: int = 1, *, slow: bool) -> list[Device]:
+    """Cards that may do what a device does not, the nearest first: those with as much memory; `slow`: those that are faster in anything.
+
+    Of those alone of which a machine has `gpus`.
+    """
     own, apple = device.facts, vendor(device) == "Apple"
-    cards = [card for card in table.cards() if _sold(card) and not apple and (own is None or card.name != own.name)]
+    cards = [card for card in table.cards() if _sold(card) and gpus <= (card.per_node or gpus)
+             and not apple and (own is None or card.name != own.name)]  # fmt: skip
     found = []
     for card in sorted(cards, key=lambda card: (card.nominal_gb, *(rate or 0.0 for rate in _rates(card)), card.name)):
         if slow and (

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvctl.errors import ConfigError, SourceError, UsageError
@@ -30,6 +30,8 @@ class Prices(Record):
     """Of any GPU that is not named."""
     named: Mapping[str, float] = {}
     """By the names that the user wrote."""
+    typed: tuple[str, ...] = ()
+    """Names that stand in the options themselves: a file may be a list of all there is."""
 
     def of(self, gpu: str) -> float | None:
         """The price of a GPU by its name in the table (kvctl.hardware.table), or None.
@@ -46,10 +48,13 @@ class Cost(Record):
     """What a deployment costs."""
 
     gpus: int
+    """Devices; of a card with two dies each is one."""
     per_hour: float | None
     """None without a price: GPUs are counted instead."""
     per_million: Range | None
     """A million output tokens, at the rate that is predicted; the prompts that lead to them are part of it."""
+    cards: int = 0
+    """Where a card has several dies: what is paid for, as --gpu names and counts them."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -62,19 +67,22 @@ class Cost(Record):
                 "per_million_output_tokens": None if million is None else {name: getattr(million, name) for name in million._fields}}  # fmt: skip
 
 
-def cost(gpu: str, gpus: int, prices: Prices, output_rate: Range | None = None) -> Cost:
+def cost(gpu: str, gpus: int, prices: Prices, output_rate: Range | None = None, *, dies: int = 1) -> Cost:
     """The cost of so many GPUs that give `output_rate` tokens a second together.
 
-    The more tokens, the less each costs: the low end of the cost is that of the high end of the rate.
+    A card with `dies` is paid for once. The more tokens, the less each costs: the low end of the cost is that of the high end
+    of the rate.
     """
     price = prices.of(gpu) if gpus else None
+    bought = -(-gpus // dies)
+    cards = bought if dies > 1 else 0
     if price is None:
-        return Cost(gpus, None, None)
-    hour = round(price * gpus, 6)
+        return Cost(gpus, None, None, cards)
+    hour = round(price * bought, 6)
     if output_rate is None or output_rate.low <= 0:
-        return Cost(gpus, hour, None)
+        return Cost(gpus, hour, None, cards)
     million = [hour / 3600 / rate * 1e6 for rate in (output_rate.high, output_rate.mid, output_rate.low)]
-    return Cost(gpus, hour, Range(*million))
+    return Cost(gpus, hour, Range(*million), cards)
 
 
 def parse(texts: tuple[str, ...] | list[str]) -> Prices:
@@ -88,15 +96,27 @@ def parse(texts: tuple[str, ...] | list[str]) -> Prices:
     """
     each: float | None = None
     named: dict[str, float] = {}
+    typed: list[str] = []
     for text in texts:
         found = _file(text) if _is_file(text) else _words(text)
+        typed += found.named if not _is_file(text) else ()
         if found.each is not None:
             if each is not None:
                 raise UsageError(f"--price: {each:g} and {found.each:g} are both for any GPU", hint=_HINT)
             each = found.each
         for name, price in found.named.items():
             _add(named, name, price, "--price")
-    return Prices(each, named)
+    return Prices(each, named, tuple(dict.fromkeys(typed)))
+
+
+def remarks(prices: Prices, gpus: Iterable[str]) -> tuple[str, ...]:
+    """What of the prices says nothing of the GPUs that are asked about, by their names in the table, and which have none."""
+    asked = tuple(dict.fromkeys(gpus))
+    spelled = {table.key(gpu) for gpu in asked}
+    idle = [name for name in prices.typed if not spelled & _cards(name)]
+    out = [f"--price {name}: no such GPU is asked about, and its price is not used" for name in idle]
+    bare = [gpu for gpu in asked if prices.named and prices.of(gpu) is None]
+    return (*out, *(f"{gpu} has no price: its GPUs are counted instead" for gpu in bare))
 
 
 def _is_file(text: str) -> bool:
@@ -185,6 +205,6 @@ def _cards(name: str) -> frozenset[str]:
 
 
 def words(found: Cost) -> str:
-    """ "8 GPUs, 20 an hour"."""
-    count = plural(found.gpus, "GPU")
+    """ "8 GPUs, 20 an hour"; "2 GPUs of 1 card, 4 an hour"."""
+    count = plural(found.gpus, "GPU") + (f" of {plural(found.cards, 'card')}" if found.cards else "")
     return count if found.per_hour is None else f"{count}, {found.per_hour:,.4g} an hour"

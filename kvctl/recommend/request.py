@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvctl.engines import ENGINES, Engine
 from kvctl.errors import UsageError
 from kvctl.hardware import Device
+from kvctl.recommend.kinds import other_than_text
 from kvctl.record import Record
 from kvctl.spec import ModelSpec
 from kvctl.units import MAX_TOKENS, plural
@@ -128,6 +129,9 @@ def ask(
     device, gpus = _hardware(devices, nodes)
     if spec.provenance.source == "shape":
         raise UsageError("a bare shape has no weights to recommend a configuration for", hint="name a model")
+    if other := other_than_text(spec):
+        raise UsageError(f"{spec.id} is {other}: what is recommended is for models that answer with text, token by token",
+                         hint=f"kvctl size {spec.id} says what memory it takes")  # fmt: skip
     reuse: Reuse | None = None
     if heard is not None:
         if prompt is not None or answer is not None or shared is not None:

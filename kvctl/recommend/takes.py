@@ -34,14 +34,14 @@ _NEVER = 99.0
 
 _TABLE: dict[str, tuple[Takes, ...]] = {
     "vllm": (
-        Takes("bf16", 7.0, 7.0),
-        Takes("fp16", 7.0, 7.0),
+        Takes("bf16", 7.5, 7.5),
+        Takes("fp16", 7.5, 7.5),
         Takes("fp8", 7.5, 8.9, "fp8"),
         Takes("fp8-block", 7.5, 9.0),
         Takes("fp8-channel", 7.5, 8.9),
         Takes("w8a8", 7.5, 7.5),
         Takes("awq", 7.5, _NEVER),
-        Takes("gptq", 6.0, _NEVER),
+        Takes("gptq", 7.5, _NEVER),
         Takes("w4a16", 7.5, _NEVER),
         Takes("mxfp4", 8.0, 10.0),
         Takes("nvfp4", 7.5, 10.0),
@@ -71,6 +71,25 @@ _TABLE: dict[str, tuple[Takes, ...]] = {
 """bitsandbytes is not here: vLLM took it out in 0.28, and where SGLang loads it on one rank fp8 and 4-bit integers take as
 little and are faster."""
 
+_LEAST = {"vllm": 7.5, "sglang": 7.5, "tensorrt-llm": 8.0}
+"""CUDA capability with which an engine runs at all: vLLM's docs from 0.21 on (installation/gpu.cuda.inc.md; 7.0 before), SGLang's
+(install.md: sm75 and above), and the least that TensorRT-LLM's table of formats has."""
+
+_GFX = {
+    "vllm": ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1150", "gfx1151", "gfx1200", "gfx1201"),
+    "sglang": ("gfx942", "gfx950"),
+}
+"""AMD's GPUs that an engine is built for, as LLVM names them: vLLM's docs, installation/gpu.rocm.inc.md; SGLang's
+sgl-kernel/setup_rocm.py, which refuses others, and docs/platforms/amd_gpu.md."""
+
+_NAMES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "tensorrt-llm": "TensorRT-LLM",
+    "llama.cpp": "llama.cpp",
+    "ollama": "Ollama",
+}
+
 GGUF = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m")
 """Types of GGUF files that are considered, the largest first."""
 
@@ -98,17 +117,23 @@ def dtype(spec: ModelSpec, device: Device) -> str:
 
 def runs(engine: Engine, device: Device) -> str:
     """Why an engine does not run on a device; empty where it does."""
-    maker, name = vendor(device), engine.name
+    maker, facts, name = vendor(device), device.facts, _NAMES[engine.name]
+    called = device.name if facts is None else facts.name
     if engine.slots:
-        return ""
-    if name == "tensorrt-llm" and maker != "NVIDIA":
-        return f"TensorRT-LLM runs on NVIDIA's GPUs, not on {device.name}"
+        # ggml has backends for the GPUs of all of the table's makers (CUDA, HIP, SYCL, Metal, Vulkan); Gaudi is none of these.
+        return f"{name} has no backend for {called}" if "Gaudi" in called else ""
+    if engine.name == "tensorrt-llm" and maker != "NVIDIA":
+        return f"{name} runs on NVIDIA's GPUs, not on {called}"
     if maker not in ("NVIDIA", "AMD", ""):
-        return f"kvctl does not know {name} on {device.name}"
-    if name == "sglang" and not maker:
-        return "kvctl does not know SGLang on a CPU"
-    if maker == "NVIDIA" and (has := capability(device)) is not None and has < 7.0:
-        return f"{name} needs CUDA capability 7.0, and {device.name} has {has:g}"
+        return f"kvctl does not know {name} on {called}"
+    if engine.name == "sglang" and not maker:
+        return f"kvctl does not know {name} on a CPU"
+    least, has = _LEAST[engine.name], capability(device)
+    if maker == "NVIDIA" and has is not None and has < least:
+        return f"{name} needs CUDA capability {least}, and {called} has {has}"
+    gfx = facts.compute_capability if facts is not None else None
+    if maker == "AMD" and gfx is not None and gfx not in _GFX[engine.name]:
+        return f"{called} is {gfx}, and of AMD's GPUs {name} supports {', '.join(_GFX[engine.name])}"
     return ""
 
 

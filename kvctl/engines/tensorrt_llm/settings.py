@@ -9,7 +9,7 @@ from kvctl.allocation import Serving
 from kvctl.engines.versions import pair, unknown
 from kvctl.errors import ConfigError, UsageError
 from kvctl.record import Record
-from kvctl.spec import Formats, ModelSpec
+from kvctl.spec import Attention, Formats, ModelSpec
 from kvctl.units import plural
 
 _SECOND_IN_1_3 = (
@@ -104,6 +104,8 @@ def settings_for(
     if heads is not None and heads % ranks and not serving.attention_dp:
         raise UsageError(f"--tensor-parallel-size {ranks} does not divide the {heads} attention heads",
                          hint="TensorRT-LLM refuses this split")  # fmt: skip
+    if not serving.attention_dp:
+        _check_kv_heads(spec, ranks)
     if stages > len(spec.layers):
         raise UsageError(f"--pipeline-parallel-size {stages}: the model has {plural(len(spec.layers), 'layer')}")
     second = serving.second_manager
@@ -117,3 +119,12 @@ def settings_for(
         ranks=ranks, stages=stages, block=block, budget=serving.kv_budget, max_tokens=serving.max_tokens,
         max_sequences=serving.max_sequences or 2048, second=second,
     )  # fmt: skip
+
+
+def _check_kv_heads(spec: ModelSpec, ranks: int) -> None:
+    """Refuses a split that leaves ranks with unequal KV heads (_torch/models/modeling_utils.py: duplicate_kv_weight)."""
+    states = (state for layer, _ in spec.groups for state in layer.states)
+    for heads in sorted({state.kv_heads for state in states if isinstance(state, Attention)}):
+        if heads % ranks and ranks % heads:
+            raise UsageError(f"--tensor-parallel-size {ranks} does not go with the {plural(heads, 'KV head')}",
+                             hint="TensorRT-LLM takes a divisor of their number, or a multiple of it")  # fmt: skip

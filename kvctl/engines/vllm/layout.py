@@ -78,7 +78,7 @@ def lay_out(
         raise ConfigError(f"{spec.model_type[:60]}: nothing that vLLM would cache")
     if not rules.hybrid and any(item.kind == "state" for item in every):
         raise ConfigError(f"vLLM {dotted(rules.since)} does not serve recurrent layers from its KV cache")
-    settings = _settings(spec, serving, rules, every, context, drafted.tokens, warnings)
+    settings = _settings(spec, fmt, serving, rules, every, context, drafted.tokens, warnings)
     settings = settings.replace(retained=drafted.retained if rules.since >= (0, 28) else 0)
     unpacked = max((item.token_bytes for item in every if item.kind == "full"), default=0) if is_packed(fmt) else 0
     block, padded = block_size(settings, every, unpacked, reasons)
@@ -107,15 +107,23 @@ _PACKS_FP8 = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
 """Backends that keep sparse latents in a layout of their own when told fp8."""
 
 
+def _sparse_backend(gpu: str | None) -> str:
+    """The kernels of sparse latents in fp8 on a GPU (_get_backend_priorities); Hopper's where none is known."""
+    if gpu is not None and gpu.startswith("gfx"):
+        return "ROCM_AITER_MLA_SPARSE"
+    family = 9 if gpu is None else int(float(gpu))
+    return {10: "FLASHINFER_MLA_SPARSE", 12: _PACKS_FP8[1]}.get(family, _PACKS_FP8[0])
+
+
 def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, warnings: list[str]) -> Formats:
-    """fp8 means fp8_ds_mla for latents with an indexer, on the kernel that a Hopper GPU runs them on."""
+    """fp8 means fp8_ds_mla for latents with an indexer, on the kernels that Hopper and small Blackwell GPUs run them on."""
     latents = [
         layer for layer, _ in spec.groups if any(isinstance(s, LatentAttention) for s in layer.states_in("vllm"))
     ]
     sparse = any(isinstance(state, Indexer) for layer in latents for state in layer.states_in("vllm"))
     if not sparse or serving.device == "cpu":
         return fmt
-    backend = (serving.attention_backend or _PACKS_FP8[0]).upper()
+    backend = (serving.attention_backend or _sparse_backend(serving.gpu)).upper()
     untold = fmt.key == plain(fmt.model)
     told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
     if told and backend not in _PACKS_FP8 and rules.since >= (0, 20):
@@ -127,11 +135,45 @@ def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules
         )
     if not told and not (untold and (rules.sparse_fp8 or backend == _PACKS_FP8[1])):
         return fmt
-    warnings.append(
-        "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it; "
-        "--attention-backend says another kernel (FLASHINFER_MLA_SPARSE on Blackwell, ROCM_AITER_MLA_SPARSE on AMD)"
-    )
+    if serving.gpu is None:
+        warnings.append(
+            "sparse latents in fp8 are kept as fp8_ds_mla, 656 bytes a token, as FlashMLA on a Hopper GPU has it; "
+            "--attention-backend says another kernel (FLASHINFER_MLA_SPARSE on Blackwell, ROCM_AITER_MLA_SPARSE on AMD)"
+        )
     return fmt.replace(key=KV_DTYPES["fp8_ds_mla"], value=KV_DTYPES["fp8_ds_mla"])
+
+
+_WIDTHS = (320, 512, 576)
+"""Latents with their rotary keys that all kernels but Triton's have (MLACommonBackend.get_supported_head_sizes)."""
+
+
+def _latent_block(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, *, sparse: bool) -> tuple[int, str]:
+    """Tokens in a block of latents by the kernels that a GPU runs them with, and what had to be assumed.
+
+    Source: vLLM 0.32 platforms/cuda.py and rocm.py (_get_backend_priorities), v1/attention/backends/mla/*.py
+    (supports_compute_capability, supported_kv_cache_dtypes, get_supported_kernel_block_sizes): the least multiple of 16 that
+    the first backend takes which runs there. Before 0.20 Hopper's were forced to 64.
+    """
+    gpu, known = serving.gpu, rules.since >= (0, 20)
+    if gpu is None or serving.attention_backend is not None:
+        return 64, "block size 64, as FlashMLA on a Hopper GPU has it; --block-size sets another backend's"
+    family = None if gpu.startswith("gfx") else int(float(gpu))
+    if sparse:  # the indexer's own kernels take 64 on NVIDIA's
+        return 64 if family is not None else 16, ""
+    if family == 9 and not known:
+        return 64, ""
+    widths = {state.latent + state.rope for layer, _ in spec.groups for state in layer.states_in("vllm")
+              if isinstance(state, LatentAttention)}  # fmt: skip
+    if family not in (9, 10) or not widths <= set(_WIDTHS):
+        return 16, ""  # Triton's
+    if family == 9:  # FlashAttention, which has no 8-bit latents: those are FlashMLA's
+        return 64 if fmt.key.name.startswith("fp8") else 16, ""
+    if not known:
+        return (
+            64,
+            f"block size 64, assumed for vLLM {dotted(rules.since)} on Blackwell; --block-size sets another backend's",
+        )
+    return 32, ""  # FlashInfer's
 
 
 def connectors(serving: Serving) -> list[Any]:
@@ -188,8 +230,9 @@ def _layers(spec: ModelSpec, fmt: Formats, serving: Serving, drafted: Drafts, re
 
 
 def _settings(
-    spec: ModelSpec, serving: Serving, rules: Rules, specs: list[Spec], context: int, drafted: int, warnings: list[str]
-) -> Settings:
+    spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules, specs: list[Spec], context: int, drafted: int,
+    warnings: list[str],
+) -> Settings:  # fmt: skip
     cpu = serving.device == "cpu"
     kinds = {item.kind for item in specs}
     latent = "latent" in kinds
@@ -207,9 +250,8 @@ def _settings(
     elif block is None and spec.model_type in MINIMAX_M3:
         block = MINIMAX_M3_BLOCK
     elif block is None:
-        block = 64 if latent else 16
-        if latent:
-            warnings.append("block size 64, as FlashMLA on a Hopper GPU has it; --block-size sets another backend's")
+        block, assumed = _latent_block(spec, fmt, serving, rules, sparse="indexer" in kinds) if latent else (16, "")
+        warnings += [assumed] if assumed else []
     if batched is None:
         batched = max(2048 * ranks if cpu else 8192, least_batched(spec, rules.since))
         if kinds & {"window", "chunk"} and not cpu:

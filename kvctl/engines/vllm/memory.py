@@ -260,13 +260,11 @@ def left(serving: Serving, version: str | None) -> str:
 def started(
     spec: ModelSpec, serving: Serving, *, device_bytes: int, gpu_name: str | None, version: str | None, context: int
 ) -> Serving:
-    """The options with what the engine takes on such a GPU: its batch, for windows hold what is in flight, and the block
-    of latents, whose kernels before Hopper are Triton's."""
-    if serving.block_size is None and serving.attention_backend is None and spec.keeps(LatentAttention, engine="vllm"):
+    """The options with what the engine takes on such a GPU: its batch, for windows hold what is in flight, and what it is, for
+    blocks and formats of latents follow from its kernels."""
+    if serving.gpu is None and spec.keeps(LatentAttention, engine="vllm"):
         facts = facts_of(gpu_name or "", device_bytes)
-        has = facts.cuda_capability if facts is not None else None
-        if has is not None and has < 9:
-            serving = serving.replace(block_size=16)
+        serving = serving.replace(gpu=facts.compute_capability if facts is not None else None)
     if serving.max_batched is not None:
         return serving
     start = defaults(version, device_bytes, gpu_name, serving=serving, context=context, spec=spec)
