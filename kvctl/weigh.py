@@ -72,8 +72,11 @@ def _weigh(
     if what_if is not None and what_if.lower() in GGUF_BITS:
         return _in_gguf(spec, dtype, what_if.lower())
     if what_if is not None:
-        info, tensors, said = _in_format(spec, dtype, what_if)
-        warnings += said
+        try:
+            info, tensors, said = _in_format(spec, dtype, what_if)
+            warnings += said
+        except ConfigError as error:
+            info, tensors = _by_number(spec, dtype, what_if, error), None
     else:
         info, tensors, said = _as_they_are(spec, dtype, ranks.cuts or by_rank)
         warnings += said
@@ -90,6 +93,19 @@ def _weigh(
     except KvctlError as error:
         warnings.append(f"weights on each rank unknown: {error.message}")
         return info
+
+
+def _by_number(spec: ModelSpec, dtype: DType, name: str, error: ConfigError) -> WeightsInfo:
+    """The same where not all tensors are known and their number is; else the error that says what is missing."""
+    from kvctl.weight_estimates import estimated
+    from kvctl.weight_formats import weight_format
+
+    if spec.weights is None or spec.weights.parameters is None:
+        raise error
+    try:
+        return estimated(spec, dtype, weight_format(name))
+    except ConfigError:
+        raise error from None
 
 
 @kept
@@ -174,9 +190,13 @@ def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[
         ConfigError: that is not to be guessed, or not even their number is known.
 
     """
-    from kvctl.quantization import usual_storage
+    from kvctl.quantization import scheme, usual_storage
     from kvctl.weight_formats import convert, weight_format
 
+    if (found := scheme(spec.config)) is not None:
+        from kvctl.weight_estimates import estimated
+
+        return estimated(spec, dtype, found.format, found.keeps()), None
     published = spec.weights.parameters if spec.weights is not None else None
     name = usual_storage(spec.model_type, spec.id, dtype.name)
     if name is not None and published is None:
