@@ -64,6 +64,7 @@ def _weigh(
     spec: ModelSpec, split: tuple[int, int, bool, int, tuple[int, ...]], dtype: DType, what_if: str | None,
     warnings: list[str], by_rank: bool, assume: bool,
 ) -> WeightsInfo | None:  # fmt: skip
+    from kvctl.quantization import facts_of
     from kvctl.rank_weights import Split
 
     ranks = Split(*split)
@@ -80,12 +81,14 @@ def _weigh(
     else:
         info, tensors, said = _as_they_are(spec, dtype, ranks.cuts or by_rank)
         warnings += said
-        if assume and (info is None or info.bytes is None):
+        if info is None or info.bytes is None:
             try:
-                info, tensors = _as_usual(spec, dtype)
+                if assume or facts_of(spec.config) is not None:
+                    info, tensors = _as_usual(spec, dtype)
             except ConfigError as error:
-                raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
-                                  hint="--weights-dtype (fp8-block, awq, …) may say it, and a folder with the weights does; --kv-budget asks about the cache alone") from None  # fmt: skip
+                if assume:
+                    raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
+                                      hint="--weights-dtype (fp8-block, awq, …) may say it, and a folder with the weights does; --kv-budget asks about the cache alone") from None  # fmt: skip
     if tensors is None or info is None or not (ranks.cuts or by_rank):
         return info
     try:
@@ -144,13 +147,21 @@ def _in_gguf(spec: ModelSpec, dtype: DType, name: str) -> WeightsInfo:
 def _as_they_are(
     spec: ModelSpec, dtype: DType, by_rank: bool
 ) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None, tuple[str, ...]]:
-    from kvctl.quantization import scheme
+    from kvctl.quantization import named_scheme, scheme
 
     warnings: list[str] = []
     stored: str | None = spec.dtype.name if isinstance(spec.dtype, DType) else None
-    words, found, problem = None, None, None
+    words, found, problem, named = None, None, None, ""
     try:
         found = scheme(spec.config)
+        if (
+            found is None
+            and spec.whole
+            and spec.tensors is None
+            and (spec.weights is None or spec.weights.bytes is None)
+        ):
+            found = named_scheme(spec.id)
+            named = f", in {found.method} as its name says" if found is not None else ""
         if found is not None:
             stored, words = found.method, found.words
     except ConfigError as error:
@@ -176,7 +187,7 @@ def _as_they_are(
     if tensors is not None and spec.tensors is None and (info is None or info.bytes is None):
         total = sum(tensor.total for tensor in tensors)
         parameters = weights.parameters if weights else None
-        how = "estimated: what its configuration implies"
+        how = f"estimated: what its configuration implies{named}"
         warnings.append("the weights are estimated from the configuration: no file of them was read")
         info = WeightsInfo(total, parameters, how, stored, words)
     return info, tensors, tuple(warnings)
