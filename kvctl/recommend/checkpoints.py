@@ -92,6 +92,17 @@ def is_quantized(name: str) -> bool:
     return named_format(name) is not None
 
 
+def unknown_storage(spec: ModelSpec) -> str:
+    """Why no format is known that a model is to be had in; empty where one is."""
+    if checkpoints(spec) or gguf_types(spec):
+        return ""
+    try:
+        scheme(spec.config)
+    except ConfigError as error:
+        return error.message
+    return "how its weights are stored is not in the source, and models of its type are published in more ways than one"
+
+
 def timed(weights: str, spec: ModelSpec, *, slots: bool) -> str:
     """A format as `kvctl.speed` has it: what llama.cpp has in 16 bits, and a file of no named type by its bits a weight; `slots`: llama.cpp."""
     if slots and weights in ("bf16", "fp16"):
