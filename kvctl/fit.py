@@ -72,6 +72,9 @@ def room_for(
             shares = tuple(place.share for place in places)
             more = tuple({"layers": place.layers, "head": place.head, "devices": count} for place in places)
             guesses.append(f"weights: {format_bytes(sum(weights))} divided by layers, as if they were equally large")
+    elif (laid.serving.data_parallel or 1) > 1 or laid.serving.attention_dp:
+        raise ConfigError(f"{spec.id}: what each rank holds of its weights where each has all of attention is not known",
+                          hint="a folder with the weights says it; tensor parallelism shares everything out")  # fmt: skip
     else:
         weights = (-(-info.bytes // count),) * count
         if count > 1:

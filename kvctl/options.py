@@ -46,13 +46,13 @@ def read_cache_format(text: str, option: str, engine: Engine) -> CacheFormat | N
     return None if text.lower() == "auto" else engine.kv_dtype(text, option)
 
 
-_QUANTIZATIONS = {"fp8": "fp8", "ptpc_fp8": "fp8-channel", "fbgemm_fp8": "fp8-channel", "bitsandbytes": "nf4", "awq": "awq",
-                  "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "mxfp4": "mxfp4"}  # fmt: skip
-"""vLLM's and SGLang's words for formats of weights."""
-
-
 _PACKED = re.compile(r"(?<![a-z0-9])(?:ud-)?(?:i?q\d|tq\d|mxfp4|nvfp4)[a-z0-9_]*")
 """What names of files have for a quantised type, in lower case."""
+
+
+def _is_quantized(spec: ModelSpec) -> bool:
+    text = spec.config.get("text_config")
+    return "quantization_config" in spec.config or (isinstance(text, Mapping) and "quantization_config" in text)
 
 
 def _is_gguf(spec: ModelSpec) -> bool:
@@ -168,13 +168,17 @@ class Asked(Record):
             ConfigError: its size is `needed`, and not known.
 
         """
-        if not self.weights or any("quantization_config" in spec.config or _is_gguf(spec) for spec in specs):
+        if not self.weights or any(_is_quantized(spec) or _is_gguf(spec) for spec in specs):
             return None
+        from kvctl.engines.commandline import QUANTIZATIONS
+        from kvctl.quantization import named_format
         from kvctl.weight_formats import GGUF_BITS
 
-        word = self.weights.lower()
-        if word in _QUANTIZATIONS:
-            return _QUANTIZATIONS[word]
+        word, engine = self.weights.lower(), self.engine.partition("@")[0]
+        if self.weights_named and engine in QUANTIZATIONS and word in QUANTIZATIONS[engine]:
+            return QUANTIZATIONS[engine][word] or None
+        if not self.weights_named and (named := named_format(self.weights)) is not None:
+            return None if all(spec.id == self.weights for spec in specs) else named
         found = [name for name in GGUF_BITS if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9_])", word)]
         if found:
             return max(found, key=len)

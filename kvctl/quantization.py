@@ -282,3 +282,30 @@ def usual_storage(model_type: str, name: str, dtype: str) -> str | None:
     if model_type in _MANY_WAYS or _NAMED.search(name):
         return None
     return dtype if re.search(r"bf16|fp16", name, re.IGNORECASE) else _PUBLISHED_AS.get(model_type, dtype)
+
+
+# What stands behind a model's name in that of a quantized checkpoint, and what it means.
+SUFFIXES = (
+    (re.compile(r"[-_.]FP8[-_.]block$", re.IGNORECASE), "fp8-block"),
+    (re.compile(r"[-_.]FP8[-_.]dynamic$", re.IGNORECASE), "fp8-channel"),
+    (re.compile(r"[-_.]FP8([-_.]Static[-_.]PerTensor)?$", re.IGNORECASE), "fp8"),
+    (re.compile(r"[-_.]NV?FP4$", re.IGNORECASE), "nvfp4"),
+    (re.compile(r"[-_.]AWQ$", re.IGNORECASE), "awq"),
+    (re.compile(r"[-_.]GPTQ([-_.]Int4)?$", re.IGNORECASE), "gptq"),
+    (re.compile(r"[-_.]quantized\.w4a16$", re.IGNORECASE), "w4a16"),
+    (re.compile(r"[-_.]quantized\.w8a8$", re.IGNORECASE), "w8a8"),
+)
+
+
+def named_format(name: str) -> str | None:
+    """The format that the name of a quantized checkpoint ends with."""
+    return next((weights for pattern, weights in SUFFIXES if pattern.search(name)), None)
+
+
+def named_scheme(name: str) -> Scheme | None:
+    """How a checkpoint of this name is quantised, where it keeps a file of its own beside config.json for that."""
+    weights = named_format(name)
+    if weights is None:
+        return None
+    bits = 8 if "8" in weights.replace("w4a16", "") else 4
+    return Scheme(weights, bits, None, weight_format(weights), ())

@@ -243,7 +243,8 @@ def _matrix(report: RecommendReport) -> list[list[str]]:
                 if found.nearest
                 else "nothing near"
             )
-            out.append([model, where, f"nothing meets it; {why}", *["–"] * 8])
+            words = f"not known: {found.unknown}" if found.unknown else f"nothing meets it; {why}"
+            out.append([model, where, words, *["–"] * 8])
     return [[one_line(cell) for cell in row] for row in out]
 
 
@@ -318,9 +319,9 @@ def _nothing(screen: Screen, found: Recommendation) -> None:
 
 
 def rejected_lines(found: Recommendation) -> list[str]:
-    """What does not start, one reason a line."""
+    """What does not start, one reason a line; first what is not known."""
     out = []
-    for one in found.rejections:
+    for one in sorted(found.rejections, key=lambda one: one.kind != "unknown"):
         what = ", ".join(
             part
             for part in (
@@ -331,6 +332,7 @@ def rejected_lines(found: Recommendation) -> list[str]:
             )
             if part
         )
+        what = f"not known: {what}" if one.kind == "unknown" else what
         out.append(one_line(f"{what}: {one.why}" + (f" (and {one.count - 1:,} like it)" if one.count > 1 else "")))
     return out
 

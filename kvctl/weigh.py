@@ -64,6 +64,7 @@ def _weigh(
     spec: ModelSpec, split: tuple[int, int, bool, int, tuple[int, ...]], dtype: DType, what_if: str | None,
     warnings: list[str], by_rank: bool, assume: bool,
 ) -> WeightsInfo | None:  # fmt: skip
+    from kvctl.quantization import facts_of
     from kvctl.rank_weights import Split
 
     ranks = Split(*split)
@@ -72,17 +73,22 @@ def _weigh(
     if what_if is not None and what_if.lower() in GGUF_BITS:
         return _in_gguf(spec, dtype, what_if.lower())
     if what_if is not None:
-        info, tensors, said = _in_format(spec, dtype, what_if)
-        warnings += said
+        try:
+            info, tensors, said = _in_format(spec, dtype, what_if)
+            warnings += said
+        except ConfigError as error:
+            info, tensors = _by_number(spec, dtype, what_if, error), None
     else:
         info, tensors, said = _as_they_are(spec, dtype, ranks.cuts or by_rank)
         warnings += said
-        if assume and (info is None or info.bytes is None):
+        if info is None or info.bytes is None:
             try:
-                info, tensors = _as_usual(spec, dtype)
+                if assume or facts_of(spec.config) is not None:
+                    info, tensors = _as_usual(spec, dtype)
             except ConfigError as error:
-                raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
-                                  hint="--weights-dtype (fp8-block, awq, …) may say it, and a folder with the weights does; --kv-budget asks about the cache alone") from None  # fmt: skip
+                if assume:
+                    raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
+                                      hint="--weights-dtype (fp8-block, awq, …) may say it, and a folder with the weights does; --kv-budget asks about the cache alone") from None  # fmt: skip
     if tensors is None or info is None or not (ranks.cuts or by_rank):
         return info
     try:
@@ -90,6 +96,19 @@ def _weigh(
     except KvctlError as error:
         warnings.append(f"weights on each rank unknown: {error.message}")
         return info
+
+
+def _by_number(spec: ModelSpec, dtype: DType, name: str, error: ConfigError) -> WeightsInfo:
+    """The same where not all tensors are known and their number is; else the error that says what is missing."""
+    from kvctl.weight_estimates import estimated
+    from kvctl.weight_formats import weight_format
+
+    if spec.weights is None or spec.weights.parameters is None:
+        raise error
+    try:
+        return estimated(spec, dtype, weight_format(name))
+    except ConfigError:
+        raise error from None
 
 
 @kept
@@ -128,13 +147,21 @@ def _in_gguf(spec: ModelSpec, dtype: DType, name: str) -> WeightsInfo:
 def _as_they_are(
     spec: ModelSpec, dtype: DType, by_rank: bool
 ) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None, tuple[str, ...]]:
-    from kvctl.quantization import scheme
+    from kvctl.quantization import named_scheme, scheme
 
     warnings: list[str] = []
     stored: str | None = spec.dtype.name if isinstance(spec.dtype, DType) else None
-    words, found, problem = None, None, None
+    words, found, problem, named = None, None, None, ""
     try:
         found = scheme(spec.config)
+        if (
+            found is None
+            and spec.whole
+            and spec.tensors is None
+            and (spec.weights is None or spec.weights.bytes is None)
+        ):
+            found = named_scheme(spec.id)
+            named = f", in {found.method} as its name says" if found is not None else ""
         if found is not None:
             stored, words = found.method, found.words
     except ConfigError as error:
@@ -160,7 +187,7 @@ def _as_they_are(
     if tensors is not None and spec.tensors is None and (info is None or info.bytes is None):
         total = sum(tensor.total for tensor in tensors)
         parameters = weights.parameters if weights else None
-        how = "estimated: what its configuration implies"
+        how = f"estimated: what its configuration implies{named}"
         warnings.append("the weights are estimated from the configuration: no file of them was read")
         info = WeightsInfo(total, parameters, how, stored, words)
     return info, tensors, tuple(warnings)
@@ -174,9 +201,13 @@ def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[
         ConfigError: that is not to be guessed, or not even their number is known.
 
     """
-    from kvctl.quantization import usual_storage
+    from kvctl.quantization import scheme, usual_storage
     from kvctl.weight_formats import convert, weight_format
 
+    if (found := scheme(spec.config)) is not None:
+        from kvctl.weight_estimates import estimated
+
+        return estimated(spec, dtype, found.format, found.keeps()), None
     published = spec.weights.parameters if spec.weights is not None else None
     name = usual_storage(spec.model_type, spec.id, dtype.name)
     if name is not None and published is None:

@@ -163,7 +163,8 @@ ABOUT = {
         "Nothing here is measured on your machine: every speed is a prediction with a range that is meant to hold nine of ten measurements, "
         "and says whether such predictions were compared with published figures of the engine on the card. docs/speed.md has the errors.",
         "Where nothing meets the request, the nearest requests that something does are named (more GPUs, another GPU, shorter or fewer requests, "
-        "other formats, a smaller model), and the exit status is 3.",
+        "other formats, a smaller model), and the exit status is 3. Where no engine can be judged because facts of the model are "
+        "not known, that is an error, and the exit status is 1.",
     ),
     "kvctl serve-test": (
         "Requests are sent to the server at URL over connections that are opened before the clock starts, and every event of every "

@@ -305,3 +305,73 @@ def test_an_8_bit_cache_without_scales_is_said(kvctl: Run) -> None:
         "vllm",
     ).out
     assert "no scales for an fp8 cache" in text
+
+
+# -- what is not known is no "no" -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("Kimi-K2-Thinking", "how its weights are stored is not in the source"),
+        ("Kimi-K3", "compressed-tensors mxfp4-pack-quantized of 4 bits"),
+        ("Mistral-Large-Instruct-2411", "intermediate_size is not in the source"),
+        ("GLM-4.7-FP8", "the configuration is not the model's whole file"),  # and llama.cpp reads no FP8
+        ("flan-t5-xl", "the parameters of t5 are not known"),
+        ("RWKV/rwkv-5-world-3b", "the parameters of rwkv5 are not known"),
+    ],
+)
+def test_a_model_that_cannot_be_judged_is_an_error_that_says_what_is_missing(kvctl: Run, model: str, why: str) -> None:
+    for gpu in ("8xH100", "MI300X"):  # TensorRT-LLM runs on the first alone, which says nothing of the model
+        outcome = kvctl("recommend", model, "--gpu", gpu, "--ctx", "512", "--quiet")
+        assert outcome.code == 1
+        assert outcome.out == ""
+        error, hint = outcome.err.splitlines()
+        assert error.startswith("kvctl: error: ")
+        assert why in error
+        assert "config.json" in hint
+
+
+@pytest.mark.parametrize(
+    ("fact", "why"),
+    [
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"quantization_config": 7}, "quantization_config is not an object"),
+        ({"tie_word_embeddings": "maybe"}, "tie_word_embeddings is 'maybe'"),
+    ],
+)
+def test_a_configuration_that_says_nonsense_is_an_error(
+    kvctl: Run, tmp_path: Path, fact: dict[str, Any], why: str
+) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+              "vocab_size": 128256, "intermediate_size": 14336, "torch_dtype": "bfloat16", "tie_word_embeddings": False}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | fact))
+    outcome = kvctl("recommend", str(path), "--gpu", "H100", "--ctx", "2k", "--quiet")
+    assert outcome.code == 1
+    assert why in outcome.err
+
+
+def test_a_matrix_says_what_is_not_known_and_goes_on(kvctl: Run) -> None:
+    outcome = kvctl("recommend", "Kimi-K3", "Qwen3-8B", "--gpu", "H100", "--ctx", "512", "--quiet", "--format", "md")
+    assert outcome.code == 0
+    assert "not known: quantization_config: compressed-tensors mxfp4-pack-quantized" in outcome.out
+    assert "nothing meets it" not in outcome.out
+
+
+def test_what_does_not_fit_is_still_no_and_what_is_not_known_is_said_first(kvctl: Run) -> None:
+    # 162 GB of weights on 80: vLLM knows that; how SGLang and TensorRT-LLM store such windows nobody here does.
+    outcome = kvctl(
+        "recommend", "DeepSeek-V4-Flash", "--gpu", "H100", "--ctx", "8k", "--engine", "vllm,sglang", "--explain"
+    )
+    assert outcome.code == 3
+    lines = [line.strip() for line in outcome.out.splitlines()]
+    first = lines.index("nothing here meets the request") + 1
+    assert lines[first].startswith(("not known: ", "vllm"))
+    known = [line.startswith("not known: ") for line in lines if line.startswith(("not known: ", "vllm, ", "sglang, "))]
+    half = known[: len(known) // 2]
+    assert half == sorted(half, reverse=True)
+    asked = kvctl(
+        "recommend", "Qwen3-8B", "--gpu", "H100", "--engine", "llama.cpp", "--weights-dtype", "nvfp4", "--ctx", "8k"
+    )
+    assert asked.code == 3  # a format that is not to be had is a no

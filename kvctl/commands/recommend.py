@@ -333,7 +333,7 @@ def recommend(
     """
     from kvctl import options, options_recommend, output_recommend
     from kvctl import options_profile as own
-    from kvctl.errors import ExitCode, UsageError
+    from kvctl.errors import ConfigError, ExitCode, UsageError
 
     form = options.read_output_format(format_, json_)
     kinds = options_recommend.read_kinds(emit or [])
@@ -368,6 +368,12 @@ def recommend(
         specs[0].id, name=name, served=served_name, port=port, host=host, image=image, ray=ray
     )
     each = tuple(answer_to(ask, known, advise=len(asks) == 1 or explain) for ask in asks)
+    if len(each) == 1 and each[0].unknown:
+        raise ConfigError(
+            f"{specs[0].id}: what serves it cannot be judged: {each[0].unknown}",
+            hint="a folder with the weights, or the model's own config.json, may say it"
+            + ("" if engine == "any" else "; --engine any asks the others"),
+        )
     if proof is not None:
         from kvctl.recommend.verify import answered
 

@@ -388,7 +388,9 @@ def size(
         notes=asked.notes,
         weights_dtype=weights_dtype
         or asked.weights_format(
-            specs, needed=hardware is not None and not any(item.flag.field == "kv_budget" for item in asked.flags)
+            specs,
+            needed=hardware is not None
+            and (asked.weights_named or not any(item.flag.field == "kv_budget" for item in asked.flags)),
         ),
         hardware=hardware,
     )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from kvctl.engines.widths import EXPERTS
 from kvctl.errors import ConfigError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
@@ -97,10 +98,17 @@ class Model:
 
     def size(self, name: str, minimum: int = 1) -> int:
         """A size that the file has to name, unless its class's defaults count too."""
+        name = self._called(name)
         value = self.f.number(name, minimum=minimum)
         if not self.whole and self.f.read[self.f.path + self.f.stored_name(name)] != "config":
             raise ConfigError(f"{self.f.path}{name} is not in the source of this configuration")
         return value
+
+    def _called(self, name: str) -> str:
+        """What the file calls a number that has several names: model tables have one for all architectures."""
+        if self.whole or name not in EXPERTS or name in self.f.raw or self.f.stored_name(name) in self.f.raw:
+            return name
+        return next((other for other in EXPERTS if self.f.raw.get(other) is not None), name)
 
     def flag(self, name: str) -> bool:
         return name == "yes" or (bool(name) and self.f.flag(name.removeprefix("+"), default=name.startswith("+")))

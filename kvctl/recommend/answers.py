@@ -93,6 +93,14 @@ class Recommendation(Record):
     def met(self) -> bool:
         return bool(self.answers)
 
+    @property
+    def unknown(self) -> str:
+        """What is missing where no engine that runs here could be judged at all; empty where one could."""
+        reasons = [one for one in self.rejections if one.kind != "engine"]
+        if self.fitting or not reasons or any(one.kind != "unknown" for one in reasons):
+            return ""
+        return reasons[0].why.removeprefix(f"{self.ask.spec.id}: ")
+
 
 def recommend(ask: Ask, known: Known | None = None, *, advise: bool = True) -> Recommendation:
     """The answer to a request; the same for the same request."""

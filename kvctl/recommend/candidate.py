@@ -59,7 +59,8 @@ class Rejection(Record):
     """A reason, what it stands in the way of, and how often."""
 
     kind: str
-    """engine, format, refused (the engine does not take the split), unknown, weights or cache."""
+    """engine (it does not run here, or reads nothing that is to be had), format, refused (it does not take the split), unknown
+    (facts that its plan rests on), weights or cache."""
     engine: str
     weights: str
     kv_dtype: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from shlex import quote
@@ -18,7 +17,7 @@ from kvctl.errors import ConfigError, KvctlError
 from kvctl.families import text_fields
 from kvctl.families.fields import Fields
 from kvctl.formats import DType
-from kvctl.quantization import scheme, usual_storage
+from kvctl.quantization import SUFFIXES, named_format, scheme, usual_storage
 from kvctl.recommend.takes import GGUF
 from kvctl.record import Record
 from kvctl.sources import catalogue
@@ -26,17 +25,6 @@ from kvctl.spec import ModelSpec
 
 _PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data", "checkpoints.json")
 
-# What stands behind a model's name in that of a quantized checkpoint, and what it means.
-_SUFFIXES = (
-    (re.compile(r"[-_.]FP8[-_.]block$", re.IGNORECASE), "fp8-block"),
-    (re.compile(r"[-_.]FP8[-_.]dynamic$", re.IGNORECASE), "fp8-channel"),
-    (re.compile(r"[-_.]FP8([-_.]Static[-_.]PerTensor)?$", re.IGNORECASE), "fp8"),
-    (re.compile(r"[-_.]NV?FP4$", re.IGNORECASE), "nvfp4"),
-    (re.compile(r"[-_.]AWQ$", re.IGNORECASE), "awq"),
-    (re.compile(r"[-_.]GPTQ([-_.]Int4)?$", re.IGNORECASE), "gptq"),
-    (re.compile(r"[-_.]quantized\.w4a16$", re.IGNORECASE), "w4a16"),
-    (re.compile(r"[-_.]quantized\.w8a8$", re.IGNORECASE), "w8a8"),
-)
 _SCHEMES = {
     "fp8": "fp8",
     "fp8-block": "fp8-block",
@@ -101,12 +89,18 @@ def stored_format(spec: ModelSpec) -> str | None:
 
 def is_quantized(name: str) -> bool:
     """Whether a name is that of a quantized checkpoint of another model."""
-    return _named(name) is not None
+    return named_format(name) is not None
 
 
-def _named(name: str) -> str | None:
-    """The format that a name ends with."""
-    return next((weights for pattern, weights in _SUFFIXES if pattern.search(name)), None)
+def unknown_storage(spec: ModelSpec) -> str:
+    """Why no format is known that a model is to be had in; empty where one is."""
+    if checkpoints(spec) or gguf_types(spec):
+        return ""
+    try:
+        scheme(spec.config)
+    except ConfigError as error:
+        return error.message
+    return "how its weights are stored is not in the source, and models of its type are published in more ways than one"
 
 
 def timed(weights: str, spec: ModelSpec, *, slots: bool) -> str:
@@ -141,7 +135,7 @@ def checkpoints(spec: ModelSpec) -> tuple[Checkpoint, ...]:
     out = []
     if stored is not None:
         out.append(Checkpoint(name, stored, "stored", "as published", spec.provenance.location))
-    elif (named := _named(spec.id)) is not None:
+    elif (named := named_format(spec.id)) is not None:
         # Its configuration does not say how it is stored, and its name does.
         out.append(Checkpoint(name, named, "stored", "as published", spec.provenance.location, named))
     plain = stored in ("bf16", "fp16")
@@ -220,7 +214,7 @@ def _named_after(base: str) -> tuple[tuple[str, str], ...]:
         own = name.rpartition("/")[2]
         if len(own) <= len(short) or not own.lower().startswith(short):
             continue
-        for pattern, weights in _SUFFIXES:
+        for pattern, weights in SUFFIXES:
             match = pattern.search(own)
             if match is not None and own[: match.start()].lower() == short:
                 found.append((name, weights))

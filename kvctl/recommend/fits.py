@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvctl.engines import Engine
-from kvctl.errors import KvctlError
+from kvctl.errors import ConfigError, KvctlError
 from kvctl.formats import BF16, FP32, DType
 from kvctl.recommend import space, takes
 from kvctl.recommend.attempt import MOST_BATCHED, Attempt, Server
 from kvctl.recommend.candidate import Candidate, Found, Rejection
-from kvctl.recommend.checkpoints import Checkpoint, checkpoints, gguf_types
+from kvctl.recommend.checkpoints import Checkpoint, checkpoints, gguf_types, unknown_storage
 from kvctl.recommend.request import Ask
 from kvctl.recommend.space import Split
 from kvctl.search import last
@@ -57,8 +57,10 @@ class Search:
         offered = gguf_types(ask.spec) if engine.slots else checkpoints(ask.spec)
         considered = space.weights(engine, ask.device, offered, ask.pins)
         if why or not considered:
-            kind = "engine" if why else "format"
-            if not why and ask.pins.weights is not None:
+            kind = "engine" if why or not offered else "format"
+            if not why and (unknown := unknown_storage(ask.spec)):
+                kind, why = "unknown", unknown
+            elif not why and ask.pins.weights is not None:
                 why = (
                     f"{engine.name} runs no {ask.pins.weights} of {ask.spec.id} on {ask.device.name} that is to be had"
                 )
@@ -207,7 +209,7 @@ class Search:
                 tried.key = tried.engine.kv_dtype(tried.kv_dtype, "--kv-cache-dtype")
             return tried.server(asked)
         except KvctlError as error:
-            return tried.rejection("refused", error.message)
+            return tried.rejection("unknown" if isinstance(error, ConfigError) else "refused", error.message)
 
     def _reject(self, kind: str, engine: Engine, weights: str, kv: str, gpus: int, why: str, count: int = 1) -> None:
         key = kind, engine.name, weights

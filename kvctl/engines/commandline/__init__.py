@@ -33,8 +33,27 @@ COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
                   "v_dtype": ("-ctv", "--cache-type-v")},
     "tensorrt-llm": {"context": ("--max_seq_len",), "kv_dtype": ("--kv_cache_dtype",), "revision": ("--revision",)},
     "ollama": {"context": ("OLLAMA_CONTEXT_LENGTH",), "kv_dtype": ("OLLAMA_KV_CACHE_TYPE",)},
-    "transformers": {"model": ("--force-model",), "dtype": ("--dtype",)},
+    "transformers": {"model": ("--force-model",), "dtype": ("--dtype",), "weights": ("--quantization",)},
 }  # fmt: skip
+
+_PACKED = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "bitsandbytes": "nf4",
+    "mxfp4": "mxfp4",
+}
+QUANTIZATIONS: Mapping[str, Mapping[str, str]] = {
+    # vllm/config/quantization.py (_ONLINE_SHORTHANDS); those that convert experts alone are not here, nor those of several formats.
+    "vllm": {**_PACKED, "auto_awq": "awq", "auto_gptq": "gptq", "fp8": "fp8", "fp8_per_tensor": "fp8", "fp8_per_block": "fp8-block",
+             "fp8_per_channel": "fp8-channel", "ptpc_fp8": "fp8-channel", "fbgemm_fp8": "fp8-channel"},
+    # sglang/srt/arg_groups/choices.py
+    "sglang": {**_PACKED, "fp8": "fp8", "modelopt_fp8": "fp8", "w8a8_fp8": "fp8-channel", "w8a8_int8": "w8a8",
+               "nvfp4_online": "nvfp4", "unquant": ""},
+    "transformers": {"bnb-4bit": "nf4", "bnb-8bit": "int8"},
+}  # fmt: skip
+"""Engines' words for formats of weights that a checkpoint has, or that plain ones are converted to while they are loaded; empty: as they are."""
 
 # Variables that stand for a flag.
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
