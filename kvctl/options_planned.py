@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import UsageError
+from kvctl.errors import SourceError, UsageError
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -46,6 +46,23 @@ def numbered(text: str) -> tuple[str, int]:
     return (path, int(number)) if mark and number.isdecimal() and len(number) < 10 else (text, 1)
 
 
+def plan_file(text: str, option: str) -> tuple[dict[str, Any], str, int]:
+    """What the plan's file of FILE or FILE#N holds, how it is called in messages, and the number of the answer.
+
+    Raises:
+        KvctlError: it cannot be read.
+
+    """
+    from kvctl.sources.jsonfile import plain, read_file
+
+    path, number = numbered(text)
+    where = plain(path[:200])
+    if not path.strip() or not Path(path).exists():
+        raise SourceError(f"{option}: a plan is looked for, and there is no file {where or repr(path)}",
+                          hint="kvctl recommend MODEL … --json > plan.json saves one")  # fmt: skip
+    return read_file(Path(path), limit=_LIMIT), where, number
+
+
 def read(text: str, load: Load, sweeps: Sequence[str]) -> Planned:
     """The plan of --plan FILE or FILE#N; `load` is what other options say.
 
@@ -55,14 +72,12 @@ def read(text: str, load: Load, sweeps: Sequence[str]) -> Planned:
 
     """
     from kvctl.recommend.verify import of_plan
-    from kvctl.sources.jsonfile import plain, read_file
 
     said = [f"--{name.replace('_', '-')}" for name in _SAYS if getattr(load, name) is not None]
     said += ["--find-limit"] * load.find_limit + ["--control"] * load.control + ["--sweep"] * bool(sweeps)
     if said:
         raise UsageError(f"{said[0]}: --plan says what is sent", hint="leave it out, or --plan")
-    path, number = numbered(text)
-    promised, ttft, tpot, percent, command = of_plan(read_file(Path(path), limit=_LIMIT), plain(path[:200]), number)
+    promised, ttft, tpot, percent, command = of_plan(*plan_file(text, "--plan"))
     slo = ",".join(f"{name}={value * 1e3:.6f}ms" for name, value in (("ttft", ttft), ("tpot", tpot)) if value is not None)  # fmt: skip
     load = load.replace(
         input_tokens=str(promised.prompt), output_tokens=str(promised.answer),

@@ -342,12 +342,7 @@ def read_plans(texts: Sequence[str], *, alone: bool) -> tuple[Side, ...]:
 
 
 def _plan(text: str) -> Side:
-    from pathlib import Path
-
-    from kvctl.options_planned import numbered
+    from kvctl.options_planned import plan_file
     from kvctl.recommend.what_if import read
-    from kvctl.sources.jsonfile import plain, read_file
 
-    path, number = numbered(text)
-    data = read_file(Path(path), limit=64_000_000)
-    return read(data, plain(path[:200]), number)
+    return read(*plan_file(text, "--what-if"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -12,16 +13,13 @@ from kvctl.errors import KvctlError, UsageError
 
 if TYPE_CHECKING:
     from kvctl.options_recommend import Proof
-    from kvctl.recommend.answers import Answer, Recommendation
+    from kvctl.recommend.answers import Answer, Known, Recommendation
     from kvctl.recommend.report import RecommendReport
     from kvctl.recommend.request import Ask
     from kvctl.recommend.what_if import Side
 
-_FILES = {
-    "command": "start.sh", "compose": "compose.yaml", "kubernetes": "kubernetes.yaml", "lws": "leaderworkerset.yaml",
-    "systemd": "kvctl.service", "config": "engine.yaml", "alerts": "alerts.yaml", "runbook": "RUNBOOK.md", "json": "plan.json",
-}  # fmt: skip
-"""What each kind is called in a folder."""
+_PLAN = "plan.json"
+"""What the plan itself is called in a folder."""
 
 
 def _notes(report: RecommendReport) -> list[str]:
@@ -107,9 +105,11 @@ def emit_recommend(report: RecommendReport, form: str, *, quiet: bool) -> None:
                 print_trial(Screen(), report.trial)
 
 
-def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, quiet: bool) -> RecommendReport:
+def verified(
+    report: RecommendReport, answer: int, proof: Proof, ask: Ask, known: Known, *, quiet: bool
+) -> RecommendReport:
     """The report with what came of one of its answers, which is started for that on this machine and ended again; `ask` has the
-    objectives.
+    objectives, and `known` what speeds are predicted from.
 
     Raises:
         UsageError: it cannot be started here.
@@ -118,7 +118,8 @@ def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, qu
     """
     from kvctl import options_launch, output_serve, signals
     from kvctl.loadtest.figures import SECOND, Slo
-    from kvctl.recommend import verify
+    from kvctl.recommend import trial_time, verify
+    from kvctl.recommend.answers import judge_of
 
     found = report.each[0]
     chosen = _chosen(found, answer)
@@ -132,8 +133,11 @@ def verified(report: RecommendReport, answer: int, proof: Proof, ask: Ask, *, qu
         ttft, tpot = (None if limit is None else round(limit * SECOND) for limit in (ask.ttft, ask.tpot))
         slo = Slo(ttft, tpot, scheduled=ask.rate is not None)
     plan = verify.plan_of(verify.promised(chosen, ask), launch, sizing, slo, ask.slo_percent)
+    if not quiet:
+        output.say("note", [trial_time.before(plan, candidate, judge_of(ask, known))])
+    over = itertools.count(1)
     signals.heed()
-    with output_serve.live(quiet=quiet) as (now, live, done):
+    with output_serve.live(quiet=quiet, more=lambda one: trial_time.after(plan, one, next(over))) as (now, live, done):
         return report.replace(trial=verify.put(answer, plan, now, live, done))
 
 
@@ -184,20 +188,26 @@ def emit_files(
 
     """
     from kvctl.recommend import emit
-    from kvctl.recommend.promises import promise_of
+    from kvctl.recommend.promises import promise_of, weights_of
 
     output.forgive_encoding()
     found = report.each[0]
-    chosen, site = _chosen(found, answer), report.site_of(found)
+    chosen = _chosen(found, answer)
+    site = report.site_of(found).replace(weights=weights_of(chosen.judged.candidate, found.ask))
     deployment, promise = chosen.judged.candidate.deployment, promise_of(chosen, found.ask)
     texts: dict[str, str] = {}
     wanted = (*(kind.name for kind in emit.KINDS), "json") if kinds == ("all",) else kinds
-    for kind in wanted:
+    files = {kind: _PLAN if kind == "json" else emit.file_of(kind, deployment, site) for kind in wanted}
+    # What names the others is written when it is known which of them there are.
+    for kind in sorted(wanted, key=lambda kind: kind == "runbook"):
+        beside = {other: files[other] for other in texts} if folder is not None else {}
+        if "json" in beside and answer > 1:
+            beside["json"] += f"#{answer}"
         try:
             texts[kind] = (
                 json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
                 if kind == "json"
-                else emit.emit(kind, deployment, site, promise)
+                else emit.emit(kind, deployment, site, promise, beside)
             )
         except UsageError as error:
             if kinds != ("all",):
@@ -216,14 +226,7 @@ def emit_files(
     except OSError as error:
         raise KvctlError(f"{folder[:200]}: {error.strerror}", hint="-o names a folder") from None
     for kind, text in texts.items():
-        write_whole(os.path.join(folder, _name(kind, site.name, deployment.engine.name)), text.encode())
+        place = os.path.join(folder, files[kind])
+        write_whole(place, text.encode())
         if not quiet:
-            output.say("wrote", [os.path.join(folder, _name(kind, site.name, deployment.engine.name))])
-
-
-def _name(kind: str, site: str, engine: str) -> str:
-    if kind == "systemd":
-        return f"{site}.service"
-    if kind == "config" and engine == "llama.cpp":
-        return "engine.env"
-    return _FILES[kind]
+            output.say("wrote", [place])

@@ -72,8 +72,10 @@ def emit_serve(
 
 
 @contextlib.contextmanager
-def live(*, quiet: bool) -> Iterator[tuple[Now, Live, Callable[[Outcome], None]]]:
-    """What goes on, on stderr: a line for each load that is over; on a terminal the one that runs under it, drawn four times a second
+def live(
+    *, quiet: bool, more: Callable[[Outcome], str | None] = lambda one: None
+) -> Iterator[tuple[Now, Live, Callable[[Outcome], None]]]:
+    """What goes on, on stderr: a line for each load that is over, and what `more` has to say of it; on a terminal the one that runs under it, drawn four times a second
     by a thread of its own, elsewhere a line as each begins."""
     from kvctl.loadtest.live import Live
     from kvctl.measure.run import Now
@@ -100,6 +102,9 @@ def live(*, quiet: bool) -> Iterator[tuple[Now, Live, Callable[[Outcome], None]]
                 one.step.words, figures.good, figures.faults.total(), ttft, tpot, figures.rates()["output_tokens"]
             )
         )
+
+        if (text := more(one)) is not None:
+            tell(text)
 
     now, at = Now() if drawing is not None else Now(tell), Live()
     if drawing is None:

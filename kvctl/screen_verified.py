@@ -40,4 +40,6 @@ def verified_lines(found: Verified) -> list[tuple[str, str]]:
     out += [(f"plan: {note}", "yellow") for note in found.notes]
     if found.holds:
         return [*out, ("plan: holds: nothing that is promised broke", "bold green")]
+    if found.unfinished and not found.broken:
+        return [*out, ("plan: unfinished: nothing that is promised broke until it was interrupted", "yellow")]
     return [*out, *((f"plan: does not hold: {line}", "bold red") for line in found.broken)]

@@ -404,7 +404,7 @@ SERVE_TEST = document(
                 {
                     "promised": PROMISED,
                     "rows": PROMISE_ROWS,
-                    "holds": flag("Whether no promise broke."),
+                    "holds": flag("Whether no promise broke, and no load was interrupted."),
                     "broken": listed("Those that did, in words.", STRINGS),
                     "notes": listed("What to know.", STRINGS),
                 },

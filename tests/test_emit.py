@@ -33,7 +33,7 @@ from kvctl.engines import commandline, engine
 from kvctl.engines.flags import serving
 from kvctl.errors import UsageError
 from kvctl.recommend.deployment import Deployment
-from kvctl.recommend.emit import KINDS, Promise, Site, emit, named
+from kvctl.recommend.emit import KINDS, Promise, Site, emit, file_of, named
 from kvctl.recommend.emit.command import Place, command
 from kvctl.recommend.emit.nodes import Node
 from kvctl.recommend.emit.told import told
@@ -116,10 +116,23 @@ def test_variables_say_what_the_deployment_is(name: str) -> None:
 
 
 def test_tensorrt_llms_file_says_what_the_deployment_is(tmp_path: Any) -> None:
-    file = tmp_path / "llm.yaml"
+    file = tmp_path / "engine.yaml"
     file.write_text(emit("config", TENSORRT_LLM, SITE))
-    line = file.read_text().splitlines()[1].removeprefix("# ").replace("llm.yaml", str(file))
+    line = file.read_text().splitlines()[2].removeprefix("# ").replace("engine.yaml", str(file))
     check_read(line, TENSORRT_LLM, version=False)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if written("config", CASES[name])])
+def test_a_file_of_settings_names_itself(name: str) -> None:
+    """Whether it is written into a folder or saved from stdout: its command reads the name that is said."""
+    deployment = CASES[name]
+    file = file_of("config", deployment, SITE)
+    text = emit("config", deployment, SITE)
+    head = [line for line in text.splitlines() if line.startswith("#")]
+    assert f"# This file is {file}:" in head
+    assert re.search(rf"(--config |--extra_llm_api_options |\. \./){re.escape(file)}(;|$)", head[2])
+    assert file == ("engine.env" if deployment.engine.name in ("llama.cpp", "ollama") else "engine.yaml")
+    assert not any("llm.yaml" in line or "llm.env" in line for line in head)
 
 
 # -- any settings ---------------------------------------------------------------------------

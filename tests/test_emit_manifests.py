@@ -215,6 +215,37 @@ def test_a_manifest() -> None:
     assert many["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
+def test_a_start_may_take_as_long_as_its_weights_do() -> None:
+    """600 GB: 6,000 s at 100 MB/s, 1,200 s at 500 MB/s, 600 s beside; 7,800 s are 130 minutes. 60 GB: 600 + 120 + 600 s, less than half an hour."""
+    large, small = SITE.replace(weights=600 * 10**9), SITE.replace(weights=60 * 10**9)
+    found = {}
+    for site in (large, small, SITE):
+        [whole, _] = documents(emit("kubernetes", VLLM, site))
+        [server] = whole["spec"]["template"]["spec"]["containers"]
+        probe = server["startupProbe"]
+        found[site.weights] = probe["periodSeconds"] * probe["failureThreshold"]
+        # The Deployment, and vLLM itself, give up no sooner.
+        assert whole["spec"]["progressDeadlineSeconds"] > found[site.weights]
+        [own] = [one["value"] for one in server["env"] if one["name"] == "VLLM_ENGINE_READY_TIMEOUT_S"]
+        assert int(own) >= found[site.weights]
+        [composed] = documents(emit("compose", VLLM, site))
+        assert composed["services"]["llm"]["healthcheck"]["start_period"] == f"{found[site.weights]}s"
+        assert f"VLLM_ENGINE_READY_TIMEOUT_S={own}\n" in emit("systemd", VLLM, site)
+        [lws, _] = documents(emit("lws", VLLM_NODES, site))
+        probe = lws["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"][0]["startupProbe"]
+        assert probe["failureThreshold"] * probe["periodSeconds"] == found[site.weights]
+    assert found == {600 * 10**9: 7800, 60 * 10**9: 1800, None: 1800}
+    for kind in ("kubernetes", "compose", "runbook"):
+        text = emit(kind, VLLM, large)
+        assert "130 minutes: 558.8 GiB of weights at 100 MB/s from the Hub" in text
+        assert "is not known" in emit(kind, VLLM, SITE)
+    assert "`export VLLM_ENGINE_READY_TIMEOUT_S=7800` before it" in emit("runbook", VLLM, large)
+    assert "READY_TIMEOUT" not in emit("runbook", SGLANG, large)
+    # A folder is on the disk already: 1,200 s and 600 s.
+    [local, _] = documents(emit("kubernetes", CASES["vllm-made"], large))
+    assert local["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] == 180
+
+
 def test_metrics_are_where_the_engine_has_them() -> None:
     """tensorrt_llm/serve/openai_server.py: Prometheus' page is /prometheus/metrics."""
     page = {}
@@ -356,6 +387,69 @@ def test_alerts(deployment: Deployment) -> None:
         assert set(metrics) <= known
 
 
+def jobs(text: str) -> list[dict[str, Any]]:
+    """The scrape configurations in the comments at the head of rules."""
+    head = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
+    blocks: list[list[str]] = []
+    for line in head:
+        if line == "  scrape_configs:":
+            blocks.append([])
+        if line.startswith("  ") and blocks:
+            blocks[-1].append(line)
+    return [yaml.safe_load("\n".join(block))["scrape_configs"][0] for block in blocks]
+
+
+@pytest.mark.parametrize("deployment", of_kind("alerts"))
+def test_a_scrape_configuration_gives_the_job_that_alerts_ask_for(deployment: Deployment) -> None:
+    """Prometheus' relabelling: values of source_labels joined by ; and the regex anchored at both ends; labels of pods have _ for what
+    is no letter or digit (prometheus.io docs/prometheus/latest/configuration/configuration)."""
+    found = jobs(emit("alerts", deployment, SITE, PROMISE))
+    for job in found:
+        assert all(f'job="{job["job_name"]}"' in alert.expression for alert in alerts(deployment, SITE, PROMISE))
+    kind = "kubernetes" if deployment.nodes == 1 else "lws"
+    try:
+        [*_, whole, service] = documents(emit(kind, deployment, SITE))
+    except UsageError:
+        assert len(found) == 1  # on machines alone
+        return
+    [rule] = found[1]["relabel_configs"]
+    spec = whole["spec"]
+    pods = (
+        [spec["template"]]
+        if kind == "kubernetes"
+        else [spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")]
+    )
+    kept = []
+    for pod in pods:
+        labels = {f"__meta_kubernetes_pod_{what}_{re.sub('[^A-Za-z0-9]', '_', key)}": value
+                  for what in ("label", "annotation") for key, value in pod["metadata"].get(f"{what}s", {}).items()}  # fmt: skip
+        kept.append(
+            re.fullmatch(rule["regex"], ";".join(labels.get(name, "") for name in rule["source_labels"])) is not None
+        )
+    assert kept == [True] if len(pods) == 1 else kept == [True, False]  # workers answer nobody
+    # A ServiceMonitor's jobLabel is a label of the Service.
+    assert service["metadata"]["labels"]["app.kubernetes.io/name"] == "llm"
+    assert service["spec"]["ports"][0]["name"] == "http"
+
+
+def test_targets_of_servers_side_by_side() -> None:
+    found = jobs(emit("alerts", VLLM.replace(replicas=3), SITE))[0]
+    assert found["static_configs"] == [{"targets": ["127.0.0.1:8001", "127.0.0.1:8002", "127.0.0.1:8003"]}]
+
+
+def test_an_engine_without_metrics_is_not_scraped() -> None:
+    [whole, _] = documents(emit("kubernetes", OLLAMA, SITE))
+    assert "annotations" not in whole["spec"]["template"]["metadata"]
+
+
+def test_pods_on_several_nodes_need_a_claim_that_several_nodes_mount() -> None:
+    """kubernetes.io concepts/storage/persistent-volumes: ReadWriteOnce is mounted by a single node."""
+    for kind, deployment in (("kubernetes", VLLM.replace(replicas=2)), ("lws", VLLM_NODES)):
+        for text in (emit(kind, deployment, SITE), emit("runbook", deployment, SITE)):
+            assert "models has to have the access mode ReadWriteMany" in text
+    assert "ReadWriteMany" not in emit("kubernetes", VLLM, SITE)
+
+
 @pytest.mark.parametrize("deployment", of_kind("alerts"))
 def test_expressions_parse(deployment: Deployment) -> None:
     parser = pytest.importorskip("promql_parser", reason="pip install promql-parser")
@@ -442,10 +536,30 @@ def test_a_runbook_names_only_files_that_can_be_written() -> None:
     for deployment in (*CASES.values(), VLLM.replace(replicas=9), SGLANG.replace(device=CASES["vllm-amd"].device)):
         named = set(re.findall(r"^- `--emit (\w+)`: ", emit("runbook", deployment, SITE), re.MULTILINE))
         can = set()
-        for kind in ("compose", "kubernetes", "lws", "systemd"):
+        for kind in ("compose", "kubernetes", "lws", "systemd", "config"):
             with contextlib.suppress(UsageError):
                 can |= {kind} if emit(kind, deployment, SITE) else set()
         assert named == can
+
+
+def test_a_runbook_names_the_files_beside_it() -> None:
+    beside = {"command": "start.sh", "compose": "compose.yaml", "kubernetes": "kubernetes.yaml", "systemd": "llm.service",
+              "config": "engine.yaml", "alerts": "alerts.yaml", "json": "plan.json"}  # fmt: skip
+    text = emit("runbook", VLLM, SITE, PROMISE, beside)
+    assert "--emit" not in text
+    for name in beside.values():
+        assert re.search(rf"[` ]{re.escape(name)}[` ]", text), name
+    assert "`kubectl apply -f kubernetes.yaml`" in text
+    assert "`systemctl enable --now llm`" in text
+    assert "`vllm serve --config engine.yaml`" in text
+    assert "kvctl serve-test http://127.0.0.1:8001 --plan plan.json" in text
+    # What is not there is named by what writes it.
+    some = emit("runbook", VLLM, SITE, PROMISE, {"compose": "compose.yaml"})
+    assert "- `compose.yaml`: " in some
+    assert "- `--emit kubernetes`: `kubectl apply -f FILE`" in some
+    replicas = emit("runbook", VLLM.replace(replicas=2), SITE, PROMISE, beside)
+    assert "`systemctl enable --now llm-0 llm-1`" in replicas
+    assert "`systemctl restart llm-0 llm-1`" in replicas
 
 
 def test_a_runbook_says_how_weights_are_made() -> None:

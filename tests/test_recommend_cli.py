@@ -127,6 +127,12 @@ def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) 
         "plan.json",
     } <= names
     valid(json.loads((folder / "plan.json").read_text()))
+    book = (folder / "RUNBOOK.md").read_text()
+    assert "--emit" not in book
+    assert all(f"`{name}`" in book or f" {name}`" in book for name in names - {"RUNBOOK.md"})
+    # Qwen3-8B has 8,190,735,360 parameters of 2 bytes, however they are converted: 15.26 GiB.
+    assert "15.26 GiB of weights" in (folder / "kubernetes.yaml").read_text()
+    assert "--config engine.yaml\n" in (folder / "engine.yaml").read_text()
     assert not [path for path in folder.iterdir() if stat.S_IMODE(path.stat().st_mode) & 0o002]
 
 
@@ -190,6 +196,33 @@ def test_a_damaged_plan_is_refused(kvctl: Run, tmp_path: Path) -> None:
         assert outcome.code in (1, 2)
         assert "Traceback" not in outcome.err
         assert "internal" not in outcome.err
+
+
+def test_a_plan_that_is_not_there(kvctl: Run, tmp_path: Path) -> None:
+    """No model is meant: the hint is how a plan is saved."""
+    gone = str(tmp_path / "d1.json")
+    for argv in (
+        ("recommend", "--what-if", gone, "--what-if", gone),
+        ("serve-test", "http://127.0.0.1:9", "--plan", f"{gone}#2"),
+    ):
+        outcome = kvctl(*argv)
+        assert outcome.code == 1
+        assert f"a plan is looked for, and there is no file {gone}\n" in outcome.err
+        assert "--json > plan.json" in outcome.err
+        assert "org/name" not in outcome.err
+
+
+def test_a_plan_of_a_request_that_nothing_met(kvctl: Run, tmp_path: Path) -> None:
+    """DeepSeek-V3's 700 GB are not in 24 GB."""
+    plan = tmp_path / "none.json"
+    plan.write_text(kvctl("recommend", "deepseek-ai/DeepSeek-V3", "--gpu", "L4", "--json").out)
+    for argv in (
+        ("recommend", "--what-if", str(plan), "--what-if", str(plan)),
+        ("serve-test", "http://127.0.0.1:9", "--plan", str(plan)),
+    ):
+        outcome = kvctl(*argv)
+        assert outcome.code == 1
+        assert "nothing met that request" in outcome.err
 
 
 @pytest.mark.parametrize(

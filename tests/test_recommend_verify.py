@@ -38,6 +38,7 @@ from kvctl.loadtest.run import Outcome as Load
 from kvctl.loadtest.target import read_url
 from kvctl.loadtest.verdict import Verdict, Window
 from kvctl.measure.others import llama_cpp, process, vllm_engine
+from kvctl.recommend import trial_time
 from kvctl.recommend import verify as proof
 from kvctl.recommend.emit import Site
 from kvctl.speed import Range
@@ -187,10 +188,13 @@ def test_what_cannot_be_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
         return error.value.message
 
     made = LLAMA_CPP.replace(made="make", weights="q8_0")
+    monkeypatch.setattr(host, "host_device", lambda: CPU)
     assert "have to be made first: convert" in refused(made, "convert_hf_to_gguf.py")
     assert "over 2 nodes" in refused(VLLM_NODES, "")
     monkeypatch.setattr("kvctl.hardware.local.list_gpus", lambda: ())
     assert "2 GPUs (NVIDIA H100 80GB HBM3), and this machine has no NVIDIA GPU" in refused(VLLM, "")
+    # Weights that could be made would still have no GPU to run on.
+    assert "this machine has no NVIDIA GPU" in refused(VLLM.replace(made="make", weights="awq"), "kvctl quantize")
     (card,) = read_gpus("RTX4090")
     monkeypatch.setattr("kvctl.hardware.local.list_gpus", lambda: (card,))
     assert "this machine has 0 of them (NVIDIA GeForce RTX 4090)" in refused(VLLM, "")
@@ -269,8 +273,94 @@ def test_loads_are_of_usual_and_of_longest_requests() -> None:
     assert [(step.words, step.work.longest) for step in plan.steps] == [("4 at once", 1000)]
     plan = proof.plan_of(PROMISED.replace(held=3), launch, Sizing(), None, 99.0)
     assert [(step.at_once, step.work.longest) for step in plan.steps] == [(4, 1000), (3, 1024)]
+    # Eight at least, and as many before them as there are at once; what is as long as can be is sent once each.
+    assert [(plan.warm_of(step), plan.length_of(step).requests) for step in plan.steps] == [(4, 8), (0, 3)]
     plan = proof.plan_of(PROMISED.replace(concurrency=None, rate=2.0, context=1000), launch, Sizing(), None, 99.0)
     assert [(step.at_once, step.rate) for step in plan.steps] == [(None, 2.0), (4, None)]
+    # A minute of a slow clock has six requests, however many are held: not two hundred, which take half an hour.
+    plan = proof.plan_of(PROMISED.replace(concurrency=None, rate=0.1, held=200), launch, Sizing(), None, 99.0)
+    assert [(plan.warm_of(step), plan.length_of(step).requests) for step in plan.steps] == [(6, 8), (0, 200)]
+
+
+def _sent(**more: Any) -> Plan:
+    from kvctl.loadtest.capacity import Sizing
+    from kvctl.loadtest.launch import Launch
+
+    return proof.plan_of(
+        PROMISED.replace(**more), Launch("vllm", ("vllm",), "vllm serve m", None), Sizing(), None, 99.0
+    )
+
+
+def test_how_long_a_trial_takes() -> None:
+    """12 requests, 4 at once: three times 0.2 s and 99 gaps of 20 ms, 6.54 s; then 3 of which prompts have 924 tokens for 900 and are
+    3 for 4: 0.154 s and 1.98 s."""
+    usual, longest = trial_time.sizes(_sent(held=3))
+    assert (usual.said, longest.said) == (
+        "12 requests of 900 and 100 tokens (4 at once)", "3 requests of 924 and 100 tokens (3 at once, the longest)",
+    )  # fmt: skip
+    assert usual.seconds(0.2, 0.02) == pytest.approx(6.54)
+    plan = _sent(held=3)
+    told = trial_time.after(plan, _load([_exchange(200_000, 20)] * 4), 1)
+    # The prompts of the measured load took 200 s: 200 x 924 x 3 / (900 x 4) + 1.98 = 156 s, some three minutes.
+    assert told is not None
+    assert "about 3 min by what was measured" in told
+    assert trial_time.after(plan, _load(GOOD), 2) is None
+    # Fourteen at 0.1 a second: 140 s and the last one's 2.18 s.
+    clock, _ = trial_time.sizes(_sent(concurrency=None, rate=0.1, held=200))
+    assert clock.seconds(0.2, 0.02) == pytest.approx(142.18)
+
+
+def test_what_a_predicted_speed_says_of_a_trial() -> None:
+    """Twelve requests, four at once, each as long as the answer's own figures for that load say: three times TTFT and 255 gaps."""
+    from test_recommend_answers import asked
+
+    from kvctl.loadtest.capacity import Sizing
+    from kvctl.loadtest.launch import Launch
+    from kvctl.recommend.answers import Known, judge_of, recommend
+
+    request = asked(
+        "Qwen/Qwen3-8B", "H100", engines=(_engine("vllm"),), concurrency=4, context=2048, prompt=1792, answer=256
+    )
+    answer = recommend(request, advise=False).answers[0]
+    speed = answer.judged.speed
+    assert speed is not None
+    plan = proof.plan_of(
+        proof.promised(answer, request), Launch("vllm", ("vllm",), "vllm serve m", None), Sizing(), None, 99.0
+    )
+    words = trial_time.before(plan, answer.judged.candidate, judge_of(request, Known()))
+    seconds = 3 * (speed.ttft.mid + 255 * speed.tpot.mid)
+    assert f": about {trial_time.duration(seconds)} by the predicted speed" in words
+    assert "sends 12 requests of 1,792 and 256 tokens (4 at once): " in words
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(3, "10 s or less"), (44, "40 s"), (420, "7 min"), (12_600, "3.5 h")])
+def test_times_are_rough(seconds: float, words: str) -> None:
+    assert trial_time.duration(seconds) == words
+
+
+def test_a_load_that_was_interrupted_is_not_judged() -> None:
+    """The first is complete; of the second nothing had failed until then, which says nothing of the rest."""
+    plan = _sent(held=3)
+    first = _load(GOOD, [FULL], preemptions=0.0).replace(step=plan.steps[0])
+    second = _load([], [FULL], preemptions=0.0).replace(step=plan.steps[1], interrupted=True)
+    found = verify(PROMISED, ServeReport(plan, {}, {}, (first, second), interrupted=True))
+    rows = {row.name: row for row in found.rows}
+    failed = "requests that failed"
+    assert rows[f"{failed} (4 at once)"].verdict == "as promised"
+    for name in (failed, "answers cut short", "pushed out of the cache", "requests that run at once"):
+        row = rows[f"{name} (3 at once, the longest)"]
+        assert (row.verdict, row.holds) == ("unfinished", None)
+    assert rows["TTFT"].verdict == "inside"
+    assert (found.holds, found.broken) == (False, ())
+    assert found.notes == ("3 at once, the longest: unfinished",)
+    # What broke before that is told.
+    second = _load([], [FULL], preemptions=2.0).replace(step=plan.steps[1], interrupted=True)
+    found = verify(PROMISED, ServeReport(plan, {}, {}, (first, second), interrupted=True))
+    assert found.broken == ("pushed out of the cache (3 at once, the longest): 2, and 0 promised",)
+    # And what was not begun; times of a part are no median of the whole.
+    found = verify(PROMISED, ServeReport(plan, {}, {}, (first.replace(interrupted=True),), interrupted=True))
+    assert found.notes == ("4 at once: unfinished", "3 at once, the longest: not begun")
+    assert {row.verdict for row in found.rows if row.name in ("TTFT", "TPOT", "throughput")} == {"unfinished"}
 
 
 # -- all of it, with a program that plays llama-server --------------------------------------------------------
@@ -310,6 +400,7 @@ def test_an_answer_is_started_loaded_and_ended(
     assert load["step"]["at_once"] == 3
     assert load["all"]["tokens"]["input"] == 508 * load["all"]["requests"]["good"]
     shown = kvctl("recommend", str(gguf), *ASKED, "--verify")
+    assert "--verify starts the server and sends 11 requests of 508 and 4 tokens (3 at once): " in shown.err
     assert "holds: nothing that is promised broke" in shown.out
     assert kvctl("recommend", str(gguf), *ASKED, "--verify", "--format", "md").code == 0
 
@@ -431,7 +522,12 @@ def test_whatever_ends_kvctl_ends_the_server(
     assert gone(folder)
     if number != signal.SIGKILL:
         assert json.loads(out)["verified"]["test"]["interrupted"], err
-        assert not json.loads(out)["verified"]["holds"]
+        found = json.loads(out)["verified"]
+        assert not found["holds"]
+        assert "as promised" not in {
+            row["verdict"] for row in found["rows"] if row["name"].startswith("requests that failed")
+        }
+        assert any(note.endswith(": unfinished") for note in found["notes"])
         assert "Traceback" not in err
 
 
@@ -563,7 +659,7 @@ def test_a_plan_says_what_is_sent(kvctl: Run, plan: Path, argv: tuple[str, ...],
         (lambda data: data["asked"].update(prompt_tokens="many"), "is damaged"),
         (lambda data: data.pop("asked"), "is damaged"),
         (lambda data: data.update(asked=[]), "is damaged"),
-        (lambda data: data["answers"].clear(), "has 0 answers"),
+        (lambda data: data["answers"].clear(), "nothing met that request"),
         (lambda data: data.update(schema="kvctl.size/1"), "is no plan"),
         (lambda data: data["answers"][0]["side"]["settings"].pop("engine"), "is damaged"),
         (lambda data: data["answers"][0]["side"]["speed"]["ttft"].update(low=float("inf")), "is damaged"),

@@ -381,7 +381,7 @@ def recommend(
         output_recommend.emit_what_if(others[0], output_recommend.side_of(report, answer), form)
     else:
         if proof is not None and report.met:
-            report = output_recommend.verified(report, answer, proof, asks[0], quiet=quiet)
+            report = output_recommend.verified(report, answer, proof, asks[0], known, quiet=quiet)
         output_recommend.emit_recommend(report, form, quiet=quiet)
     if report.interrupted:
         raise KeyboardInterrupt

@@ -35,6 +35,8 @@ class Step(Record):
     """Of the gaps; None: they are even."""
     beside: str = ""
     """In what requests of this load differ from those of others."""
+    once: bool = False
+    """Whether each of those at once is sent one time, without a warm-up: how many are held is looked for, and no speed."""
 
     @property
     def words(self) -> str:
@@ -102,6 +104,8 @@ class Plan(Record):
 
     def warm_of(self, step: Step) -> int:
         """Requests of the warm-up."""
+        if step.once:
+            return 0
         warm = self.warm if self.warm is not None else max(8, step.at_once or 0)
         if self.warm is None and step.rate is not None:
             warm = max(1, min(warm, int(min(step.rate, step.last_rate or step.rate) * _WARM_S)))
@@ -110,6 +114,8 @@ class Plan(Record):
 
     def length_of(self, step: Step) -> load.Length:
         """As asked, else all that there are; else four requests for each that is under way, and enough to tell percentiles from."""
+        if step.once and step.at_once is not None:
+            return load.Length(requests=step.at_once)
         count = step.work.count
         if count is not None:
             left = max(1, count - self.warm_of(step))

@@ -101,10 +101,12 @@ class Verified(Record):
     broken: tuple[str, ...]
     """Promises that do not hold, in words; none where all do."""
     notes: tuple[str, ...] = ()
+    unfinished: bool = False
+    """Whether a load was interrupted: then nothing is said to hold."""
 
     @property
     def holds(self) -> bool:
-        return not self.broken
+        return not self.broken and not self.unfinished
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -114,25 +116,40 @@ class Verified(Record):
 
 
 def verify(promised: Promised, report: ServeReport) -> Verified:
-    """A test's figures beside what was promised; the first of its loads is of usual requests."""
+    """A test's figures beside what was promised; the first of its loads is of usual requests. Of one that was interrupted only what broke
+    is told: what had not broken until then might have."""
     rows: list[Row] = []
     for number, one in enumerate(report.outcomes):
         what = f" ({one.step.words})" if len(report.outcomes) > 1 else ""
-        rows += (row.replace(name=row.name + what) for row in _held(promised, one, usual=number == 0))
+        found = (row.replace(name=row.name + what) for row in _held(promised, one, usual=number == 0))
+        rows += (_unfinished(row) if one.interrupted and row.holds is not False else row for row in found)
     if report.capacity is not None:
         rows += _cache(promised, report.capacity)
     if report.started is not None:
-        rows += _memory(promised, report.started)
+        # Its highest peak comes when all of it is sent.
+        rows += (
+            _unfinished(row) if report.interrupted and row.holds else row for row in _memory(promised, report.started)
+        )
     if report.outcomes:
-        rows += _speed(promised, report.outcomes[0])
+        first = report.outcomes[0]
+        rows += (_unfinished(row) if first.interrupted else row for row in _speed(promised, first))
     broken = [row.words for row in rows if row.holds is False]
-    if not any(one.figures.good for one in report.outcomes):
-        broken.append("no request has been answered: nothing was measured that promises could be held to")
-    broken += [one for one in report.objectives if one not in broken]
+    if not report.interrupted:
+        if not any(one.figures.good for one in report.outcomes):
+            broken.append("no request has been answered: nothing was measured that promises could be held to")
+        broken += [one for one in report.objectives if one not in broken]
     notes = []
     if report.server and report.server["engine"] not in (promised.engine, "unknown"):
         notes.append(f"the plan is for {promised.engine}, and this server is {report.server['engine']}")
-    return Verified(promised, tuple(rows), tuple(broken), tuple(notes))
+    left = [f"{one.step.words}: unfinished" for one in report.outcomes if one.interrupted]
+    if left and not report.plan.limit:
+        left += [f"{step.words}: not begun" for step in report.plan.steps[len(report.outcomes) :]]
+    return Verified(promised, tuple(rows), tuple(broken), (*notes, *left), unfinished=bool(left))
+
+
+def _unfinished(row: Row) -> Row:
+    """One that is not judged."""
+    return row if not row.verdict and row.holds is None else row.replace(verdict="unfinished", holds=None)
 
 
 # -- requests -----------------------------------------------------------------------------------

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvctl.errors import KvctlError
+from kvctl.formats import BF16, FP32, DType
 from kvctl.recommend.emit import Promise
 from kvctl.units import format_seconds
 
 if TYPE_CHECKING:
     from kvctl.recommend.answers import Answer
+    from kvctl.recommend.candidate import Candidate
     from kvctl.recommend.request import Ask
 
 
@@ -36,3 +39,18 @@ def log_lines(capacity: int | None, replicas: int, engine: str) -> tuple[str, ..
     if capacity is None or engine != "vllm":
         return ()
     return (f"GPU KV cache size: {capacity // replicas:,} tokens",)
+
+
+def weights_of(candidate: Candidate, ask: Ask) -> int | None:
+    """Bytes of the checkpoint that is fetched and loaded: of weights that the engine converts, as they are before; None: not known."""
+    from kvctl.weigh import weigh
+
+    stored, dtype = candidate.checkpoint, ask.spec.dtype
+    computed = BF16 if not isinstance(dtype, DType) or dtype is FP32 else dtype
+    try:
+        info = weigh(
+            ask.spec, (1, 1, False, 1, ()), computed, None if stored.made == "load" else stored.sized, [], assume=True
+        )
+    except KvctlError:
+        return None
+    return None if info is None else info.bytes

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 _FEWEST = 8
 """Requests of a load that are measured, at least."""
+_MINUTE_S = 60.0
+_PATIENCE_S = 3600.0
+"""Seconds for the first byte of an answer, and for those under way after the last was sent: a slow machine computes long prompts for
+minutes, one after the other, and whoever waits can end it."""
 _WHOLE = ("llama.cpp",)
 """Engines of which all is known that they take of a host."""
 
@@ -102,13 +106,7 @@ def check_here(deployment: Deployment, how: str) -> None:
     """
     from kvctl.loadtest.launch import ENGINES
 
-    name = deployment.engine.name
-    if name not in ENGINES:
-        raise UsageError(f"--verify: {name} is no engine that kvctl starts",
-                         hint="--engine llama.cpp or vllm; or start it yourself, and kvctl serve-test URL --plan plan.json")  # fmt: skip
-    if deployment.made == "make":
-        raise UsageError(f"--verify: weights in {deployment.weights} have to be made first: {how}",
-                         hint="then kvctl recommend FOLDER … --verify, of what was made")  # fmt: skip
+    # The machine first: on another one, nothing else about the answer matters.
     if deployment.nodes > 1:
         raise UsageError(f"--verify starts one machine's server, and this is one over {deployment.nodes} nodes",
                          hint="start it (--emit command), and kvctl serve-test URL --plan plan.json")  # fmt: skip
@@ -116,6 +114,13 @@ def check_here(deployment: Deployment, how: str) -> None:
         _check_memory(deployment.device)
     else:
         _check_gpus(deployment)
+    name = deployment.engine.name
+    if name not in ENGINES:
+        raise UsageError(f"--verify: {name} is no engine that kvctl starts",
+                         hint="--engine llama.cpp or vllm; or start it yourself, and kvctl serve-test URL --plan plan.json")  # fmt: skip
+    if deployment.made == "make":
+        raise UsageError(f"--verify: weights in {deployment.weights} have to be made first: {how}",
+                         hint="then kvctl recommend FOLDER … --verify, of what was made")  # fmt: skip
 
 
 def _check_memory(device: Device) -> None:
@@ -188,10 +193,12 @@ def _check_more(plain: str, full: str) -> None:
 
 
 def plan_of(wanted: Promised, launch: Launch, sizing: Sizing, slo: Slo | None, percent: float) -> Plan:
-    """Usual requests as many at once, or as often, as is promised; and where these are shorter than the longest, those too."""
+    """Usual requests as many at once, or as often, as is promised; and where these are shorter than the longest, those too, as many as
+    are held, each once."""
     from kvctl.loadtest import asks
     from kvctl.loadtest.launch import HOST
     from kvctl.loadtest.load import Length
+    from kvctl.loadtest.loop import Patience
     from kvctl.loadtest.plan import Plan, Step
     from kvctl.loadtest.target import read_url
 
@@ -199,13 +206,16 @@ def plan_of(wanted: Promised, launch: Launch, sizing: Sizing, slo: Slo | None, p
     steps = [Step(usual, wanted.concurrency, wanted.rate)]
     if wanted.prompt + wanted.answer < wanted.context and wanted.held:
         longest = _made(wanted.context - wanted.answer, wanted.answer)
-        steps.append(Step(longest, wanted.held, beside="the longest"))
+        steps.append(Step(longest, wanted.held, beside="the longest", once=True))
     elif wanted.concurrency is None and wanted.held:
-        steps.append(Step(usual, wanted.held))
-    most = max(step.at_once or 0 for step in steps)
+        steps.append(Step(usual, wanted.held, once=True))
+    most = wanted.concurrency or 0
+    if wanted.rate is not None:  # by a clock: as many as come in a minute, and no more than are held
+        most = min(wanted.held, int(wanted.rate * _MINUTE_S))
     return Plan(
         read_url(f"http://{HOST}"), tuple(steps), Length(requests=max(_FEWEST, most)), asks.COMPLETIONS, launch.model, warm=max(1, most),
-        slo=slo, slo_percent=percent, sizing=sizing, launch=launch, promised=wanted, notes=launch.notes,
+        patience=Patience(silence=_PATIENCE_S, whole=2 * _PATIENCE_S), slo=slo, slo_percent=percent, sizing=sizing, launch=launch,
+        promised=wanted, notes=launch.notes,
     )  # fmt: skip
 
 

@@ -222,6 +222,9 @@ def read(data: Mapping[str, Any], where: str, answer: int = 1) -> Side:
     answers = data.get("answers")
     if not isinstance(answers, list):
         raise ConfigError(f"{where} is damaged: answers should be a list", hint=_HINT)
+    if not answers:
+        raise ConfigError(f"{where}: nothing met that request, so its plan has no answers",
+                          hint="its `nearest` and `impossible` say what could be met: ask for that, and save it with --json")  # fmt: skip
     if not 1 <= answer <= len(answers):
         raise ConfigError(f"{where} has {len(answers)} answers, and no number {answer}", hint=_HINT)
     try:

@@ -12,6 +12,7 @@ from kvctl.recommend.emit import images
 from kvctl.recommend.emit.containers import FILES, container
 from kvctl.recommend.emit.documents import document, title
 from kvctl.recommend.emit.site import bracketed
+from kvctl.recommend.emit.starting import limit_s, limit_words
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
@@ -43,6 +44,7 @@ def compose(deployment: Deployment, site: Site) -> str:
     if files := container(deployment, site).files:
         whole["configs"] = {_config(name): {"content": text} for name, text in files}
     note = f"{title(deployment)}\ndocker compose up -d; docker compose logs -f"
+    note += f"\nstart_period: {limit_words(deployment, site)}"
     if many:
         last = site.port + deployment.replicas - 1
         note += f"\nOne port each, {site.port} to {last}: a load balancer in front of them shares out the requests."
@@ -79,7 +81,7 @@ def _service(deployment: Deployment, site: Site, number: int) -> dict[str, Any]:
             "interval": "10s",
             "timeout": "5s",
             "retries": 3,
-            "start_period": f"{site.start_s}s",
+            "start_period": f"{limit_s(deployment, site)}s",
         },
     }
     if not service["command"]:

@@ -10,6 +10,7 @@ from kvctl.engines.commandline import ENVIRONMENT
 from kvctl.errors import UsageError
 from kvctl.recommend.emit.command import Command, Option, command
 from kvctl.recommend.emit.documents import comments, document, title
+from kvctl.recommend.emit.site import SETTINGS, VARIABLES, is_variables
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
@@ -30,7 +31,26 @@ _SWITCHED = {"--no-kv-unified": ("LLAMA_ARG_KV_UNIFIED", "0"), "--no-cache-promp
 
 
 def config(deployment: Deployment, site: Site) -> str:
-    """The file, with the command that reads it in its first lines.
+    """The file, with its name and the command that reads it in its first lines.
+
+    Raises:
+        UsageError: the engine reads none, or several nodes, whose options differ.
+
+    """
+    head, name = title(deployment), deployment.engine.name
+    how = start(deployment, site)
+    one = command(deployment, site)
+    if is_variables(deployment):
+        note = f"{head}\nThis file is {VARIABLES}:\n{how}"
+        return comments(note) + "".join(f"{key}={value}\n" for key, value in _variables(one, name))
+    note = f"{head}\nThis file is {SETTINGS}:\n{how}"
+    if name == "tensorrt-llm":
+        return comments(note) + one.files[0][1]
+    return document(_settings(one), comment=note)
+
+
+def start(deployment: Deployment, site: Site) -> str:
+    """The command that reads the file, in the folder where it lies.
 
     Raises:
         UsageError: the engine reads none, or several nodes, whose options differ.
@@ -40,20 +60,17 @@ def config(deployment: Deployment, site: Site) -> str:
         raise UsageError(
             "nodes of one server are started with options that differ", hint="--emit command, or --emit lws"
         )
-    one = command(deployment, site)
-    name = deployment.engine.name
-    head = title(deployment)
+    one, name = command(deployment, site), deployment.engine.name
+    if is_variables(deployment):
+        return f"set -a; . ./{VARIABLES}; set +a; {' '.join(one.program)}"
     if name in ("vllm", "sglang"):
-        how = f"{' '.join(one.program)} --config {site.name}.yaml"
         before = "".join(f"{key}={value} " for key, value in one.variables)
-        return document(_settings(one), comment=f"{head}\n{before}{how}")
+        return f"{before}{' '.join(one.program)} --config {SETTINGS}"
     if name == "tensorrt-llm":
         from kvctl.recommend.emit.script import line_of
 
-        return comments(f"{head}\n{line_of(one.program, one.arguments)}") + one.files[0][1]
-    if name in ("llama.cpp", "ollama"):
-        note = f"{head}\nset -a; . ./{site.name}.env; set +a; {' '.join(one.program)}"
-        return comments(note) + "".join(f"{key}={value}\n" for key, value in _variables(one, name))
+        own = one.files[0][0]
+        return line_of(one.program, [SETTINGS if word == own else word for word in one.arguments])
     raise UsageError(f"{name} reads no configuration file", hint="--emit command")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvctl.recommend.emit import images
+from kvctl.recommend.emit import images, starting
 from kvctl.recommend.emit.command import FILES, Command, Place, command
 from kvctl.record import Record
 
@@ -42,7 +42,12 @@ def container(deployment: Deployment, site: Site, node: Node | None = None) -> C
     """
     image = images.image(deployment, site)
     one: Command = command(deployment, site, Place(_EVERYWHERE, container=True, node=node))
-    variables = (("HF_HOME", images.MODELS), *_caches(deployment.engine.name), *one.variables)
+    variables = (
+        ("HF_HOME", images.MODELS),
+        *_caches(deployment.engine.name),
+        *starting.variables(deployment, site),
+        *one.variables,
+    )
     return Container(
         image,
         _PROGRAMS.get(deployment.engine.name, one.program),

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvctl.engines.metrics import page_of
+from kvctl.engines.metrics import NAMES, page_of
 from kvctl.errors import UsageError
 from kvctl.recommend.emit import images, nodes
 from kvctl.recommend.emit.containers import FILES, Container, container
 from kvctl.recommend.emit.documents import document, title
 from kvctl.recommend.emit.nodes import Node
 from kvctl.recommend.emit.script import line_of
+from kvctl.recommend.emit.starting import limit_s, limit_words
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
     from kvctl.recommend.emit.site import Site
 
 _GPU = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
+APP = "app.kubernetes.io/name"
+"""The label with the service's name, of pods and of their Service."""
 _LEADER = "$(LWS_LEADER_ADDRESS)"
 """A variable that LeaderWorkerSet gives every pod; Kubernetes itself puts its value in place."""
+ONE_NODE = (
+    "With ReadWriteOnce, pods on other nodes wait for ever; ReadOnlyMany is enough where the models are there already."
+)
 _STEP_S = 10
 """Between two looks at a server that starts."""
+_MARGIN_S = 600
+"""To find a node and fetch the image, before a server starts."""
 
 
 def kubernetes(deployment: Deployment, site: Site) -> str:
@@ -39,20 +47,22 @@ def kubernetes(deployment: Deployment, site: Site) -> str:
             f"a Deployment's pods are on one node each, and this is for {deployment.nodes}", hint="--emit lws"
         )
     one = container(deployment, site)
-    labels = {"app.kubernetes.io/name": site.name}
+    labels = {APP: site.name}
     whole = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": site.name, "labels": labels},
         "spec": {
             "replicas": deployment.replicas,
+            # Without it `kubectl rollout status` gives up after ten minutes.
+            "progressDeadlineSeconds": limit_s(deployment, site) + _MARGIN_S,
             "selector": {"matchLabels": labels},
             # GPUs for one more pod than are asked for may not be there: the old one goes first.
             "strategy": {"type": "Recreate"}
             if deployment.replicas == 1
             else {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
             "template": {
-                "metadata": {"labels": labels, "annotations": _scraped(deployment, site)},
+                "metadata": {"labels": labels, **_scraped(deployment, site)},
                 "spec": _pod(deployment, site, one, answers=True),
             },
         },
@@ -80,7 +90,7 @@ def leader_worker_set(deployment: Deployment, site: Site) -> str:
     other = container(deployment, site, Node("$(LWS_WORKER_INDEX)", _LEADER))
     if nodes.by_ray(deployment, site):
         first, other = _by_ray(first, other)
-    labels = {"app.kubernetes.io/name": site.name}
+    labels = {APP: site.name}
     whole = {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
@@ -92,7 +102,7 @@ def leader_worker_set(deployment: Deployment, site: Site) -> str:
                 # A rank that is gone ends its whole group's work.
                 "restartPolicy": "RecreateGroupOnPodRestart",
                 "leaderTemplate": {
-                    "metadata": {"labels": labels, "annotations": _scraped(deployment, site)},
+                    "metadata": {"labels": labels, **_scraped(deployment, site)},
                     "spec": _pod(deployment, site, first, answers=True),
                 },
                 "workerTemplate": {
@@ -149,7 +159,8 @@ def _pod(deployment: Deployment, site: Site, one: Container, *, answers: bool) -
         asked = {"httpGet": {"path": one.health, "port": "http"}}
         server["ports"] = [{"name": "http", "containerPort": site.port}]
         # Loading takes minutes: until it is done, nothing else is asked, and nobody restarts it.
-        server["startupProbe"] = {**asked, "periodSeconds": _STEP_S, "failureThreshold": -(-site.start_s // _STEP_S)}
+        looks = -(-limit_s(deployment, site) // _STEP_S)
+        server["startupProbe"] = {**asked, "periodSeconds": _STEP_S, "failureThreshold": looks}
         server["readinessProbe"] = {**asked, "periodSeconds": 5, "timeoutSeconds": 5}
         server["livenessProbe"] = {**asked, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
     pod: dict[str, Any] = {
@@ -177,17 +188,20 @@ def _product(deployment: Deployment) -> str | None:
     return facts.nvml_names[0].replace(" ", "-")
 
 
-def _scraped(deployment: Deployment, site: Site) -> dict[str, str]:
-    """Annotations that a usual Prometheus finds pods by."""
+def _scraped(deployment: Deployment, site: Site) -> dict[str, Any]:
+    """Annotations that a usual Prometheus finds pods by; none of an engine that has no page."""
+    if deployment.engine.name not in NAMES:
+        return {}
     page = page_of(deployment.engine.name)
-    return {"prometheus.io/scrape": "true", "prometheus.io/port": str(site.port), "prometheus.io/path": page}
+    found = {"prometheus.io/scrape": "true", "prometheus.io/port": str(site.port), "prometheus.io/path": page}
+    return {"annotations": found}
 
 
 def _service(site: Site, chosen: dict[str, str], name: str | None = None) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": name or site.name, "labels": {"app.kubernetes.io/name": site.name}},
+        "metadata": {"name": name or site.name, "labels": {APP: site.name}},
         "spec": {
             "type": "ClusterIP",
             "selector": chosen,
@@ -213,4 +227,15 @@ def _maps(site: Site, one: Container) -> list[dict[str, Any]]:
 def _note(deployment: Deployment, site: Site) -> str:
     claim = f"It reads models from the PersistentVolumeClaim {site.claim}, and a token of the Hub from the Secret {site.secret}"
     made = f"kubectl create secret generic {site.secret} --from-file=token=FILE"
-    return f"{title(deployment)}\n{claim} (key token), if it is there:\n{made}"
+    lines = [title(deployment), f"{claim} (key token), if it is there:", made]
+    if deployment.replicas * deployment.nodes > 1:
+        lines.append(
+            f"Its pods may be on several nodes: {site.claim} has to have the access mode ReadWriteMany. {ONE_NODE}"
+        )
+    if deployment.engine.name in NAMES:
+        lines.append(
+            f'Alerts (--emit alerts) ask for job="{site.name}". A job that finds pods by these annotations has a name of its own: the scrape '
+            "configuration at the head of the rules gives that one."
+        )
+    lines.append(f"startupProbe: {limit_words(deployment, site)}")
+    return "\n".join(lines)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvctl.engines.metrics import NAMES, TIMES, page_of
 from kvctl.errors import UsageError
 from kvctl.recommend.emit.documents import document, title
+from kvctl.recommend.emit.kubernetes import APP, kubernetes, leader_worker_set
+from kvctl.recommend.emit.script import on_machine
 from kvctl.recommend.emit.site import reached
 from kvctl.record import Record
 from kvctl.units import format_seconds
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
     from kvctl.recommend.emit.site import Promise, Site
 
+DOWN = "ServerDown"
 # What follows are choices, not measurements: late enough that a burst is no alarm, early enough that somebody can act.
 _FULL = 0.95
 """Share of the cache: the next long request waits or has another one preempted."""
@@ -44,10 +47,63 @@ def prometheus(deployment: Deployment, site: Site, promise: Promise) -> str:
 
     """
     rules = [_rule(alert, site) for alert in alerts(deployment, site, promise)]
-    page, target = page_of(deployment.engine.name), f"{reached(site.host)}:{site.port}"
-    note = (f"{title(deployment)}\nFor rule_files of prometheus.yml, beside\n  scrape_configs:\n  - job_name: {site.name}\n"
-            f"    metrics_path: {page}\n    static_configs: [{{targets: ['{target}']}}]")  # fmt: skip
-    return document({"groups": [{"name": site.name, "rules": rules}]}, comment=note)
+    note = (
+        f'{title(deployment)}\nFor rule_files of prometheus.yml. They ask for job="{site.name}", which Prometheus takes from its own scrape '
+        f"configuration:\nunder another name {DOWN} fires for ever, and nothing else does. This gives it:\n"
+    )
+    ways = [f"On machines:\n{_indented(_jobs(_targets(deployment, site)))}"]
+    if _in_pods(deployment, site):
+        ways.append(
+            f"Or in Kubernetes, beside whatever job there is for annotated pods:\n{_indented(_jobs(_pods(deployment, site)))}"
+        )
+        ways.append(
+            f"Or with the Prometheus operator: a ServiceMonitor of the Service (selector and jobLabel: {APP}; endpoints: port http, "
+            f"path {page_of(deployment.engine.name)}),\nand the groups below as the spec of a PrometheusRule."
+        )
+    return document({"groups": [{"name": site.name, "rules": rules}]}, comment=note + "\n".join(ways))
+
+
+def _jobs(job: dict[str, Any]) -> str:
+    return document({"scrape_configs": [job]})
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _targets(deployment: Deployment, site: Site) -> dict[str, Any]:
+    """A job of Prometheus for servers on machines: those of one; others come behind them."""
+    each = 1 if deployment.nodes > 1 else on_machine(deployment, site)
+    targets = [f"{reached(site.host)}:{site.port + number}" for number in range(each)]
+    page = page_of(deployment.engine.name)
+    return {"job_name": site.name, "metrics_path": page, "static_configs": [{"targets": targets}]}
+
+
+def _pods(deployment: Deployment, site: Site) -> dict[str, Any]:
+    """And for pods: those of this name that say that they have a page."""
+    kept = {
+        "source_labels": [
+            "__meta_kubernetes_pod_label_app_kubernetes_io_name",
+            "__meta_kubernetes_pod_annotation_prometheus_io_scrape",
+        ],
+        "regex": f"{site.name};true",
+        "action": "keep",
+    }
+    return {
+        "job_name": site.name,
+        "metrics_path": page_of(deployment.engine.name),
+        "kubernetes_sd_configs": [{"role": "pod"}],
+        "relabel_configs": [kept],
+    }
+
+
+def _in_pods(deployment: Deployment, site: Site) -> bool:
+    """Whether there is a manifest for it."""
+    try:
+        (kubernetes if deployment.nodes == 1 else leader_worker_set)(deployment, site)
+    except UsageError:
+        return False
+    return True
 
 
 def _rule(alert: Alert, site: Site) -> dict[str, Any]:
@@ -96,7 +152,7 @@ def alerts(deployment: Deployment, site: Site, promise: Promise) -> tuple[Alert,
 
 def _down(chosen: str) -> Alert:
     return Alert(
-        "ServerDown", f"up{chosen} == 0 or absent(up{chosen})", "2m", "critical", "The server does not answer Prometheus",
+        DOWN, f"up{chosen} == 0 or absent(up{chosen})", "2m", "critical", "The server does not answer Prometheus",
         ("Read the end of its log: out of memory, or a lost rank?",
          "A start takes as long as the weights take to load; nothing has to be done while it loads.",
          "If it ended out of memory, compare its log with `kvctl size --from-log LOG`, and go back to the version before."),

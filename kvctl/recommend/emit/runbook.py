@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING
 from kvctl.errors import UsageError
 from kvctl.recommend.emit.command import asked_for
 from kvctl.recommend.emit.compose import compose
+from kvctl.recommend.emit.config_files import config, start
 from kvctl.recommend.emit.containers import health_of
 from kvctl.recommend.emit.documents import title
-from kvctl.recommend.emit.kubernetes import kubernetes, leader_worker_set
-from kvctl.recommend.emit.prometheus import Alert, alerts
+from kvctl.recommend.emit.kubernetes import ONE_NODE, kubernetes, leader_worker_set
+from kvctl.recommend.emit.prometheus import DOWN, Alert, alerts
 from kvctl.recommend.emit.script import script
 from kvctl.recommend.emit.site import reached
-from kvctl.recommend.emit.systemd import systemd
+from kvctl.recommend.emit.starting import limit_words, variables
+from kvctl.recommend.emit.systemd import systemd, unit_names
 from kvctl.recommend.emit.told import unsaid
 from kvctl.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from kvctl.recommend.deployment import Deployment
     from kvctl.recommend.emit.site import Promise, Site
 
 
-def runbook(deployment: Deployment, site: Site, promise: Promise) -> str:
-    """The whole of it.
+def runbook(deployment: Deployment, site: Site, promise: Promise, beside: Mapping[str, str]) -> str:
+    """The whole of it; `beside` are the files in the same folder, by kind.
 
     Raises:
         UsageError: the engine cannot be started so.
@@ -37,11 +39,11 @@ def runbook(deployment: Deployment, site: Site, promise: Promise) -> str:
         f"# {site.name}\n\n{title(deployment)}.\n",
         _chosen(deployment, promise),
         _before(deployment, site),
-        _start(deployment, site),
+        _start(deployment, site, beside),
         _log(deployment, promise),
-        _checks(deployment, site, promise),
-        _alarms(deployment, site, promise),
-        _back(site),
+        _checks(deployment, site, promise, beside),
+        _alarms(deployment, site, promise, beside),
+        _back(deployment, site),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -105,10 +107,19 @@ def _before(deployment: Deployment, site: Site) -> str:
     steps = [f"The models' folder is {site.folder} on every machine, or the PersistentVolumeClaim {site.claim}.",
              f"A token of the Hub, where the model needs one: HF_TOKEN in the environment, in /etc/{site.name}.env, or in the Secret "
              f"{site.secret}. It stands in none of the files."]  # fmt: skip
+    if deployment.nodes * deployment.replicas > 1:
+        steps.append(
+            f"In Kubernetes, {site.claim} has to have the access mode ReadWriteMany: pods on several nodes read it. {ONE_NODE}"
+        )
     if deployment.nodes > 1:
         steps.append(
             "All nodes have the same image and the same folder of models, and reach one another on every port."
         )
+    steps.append(f"In containers {limit_words(deployment, site)}")
+    steps += [
+        f"{deployment.engine.name} itself gives up sooner: where weights are fetched by a command in a shell, `export {name}={value}` before it."
+        for name, value in variables(deployment, site)
+    ]
     steps.append(f"The server asks for no key: let only what may use it reach port {site.port}.")
     text = f"## Before\n\n{_list(steps)}"
     if deployment.made == "make":
@@ -123,30 +134,47 @@ def _make(deployment: Deployment) -> str:
     return shlex.join(["kvctl", "quantize", deployment.base, "--weights", deployment.weights, "-o", deployment.model])
 
 
-def _start(deployment: Deployment, site: Site) -> str:
-    ways = [f"`--emit {kind}`: {what}" for kind, what in _ways(deployment, site)]
-    files = f"\nOr as a file, from the same plan:\n\n{_list(ways)}" if ways else ""
-    return f"## Start\n\n{_code(script(deployment, site))}{files}"
+def _start(deployment: Deployment, site: Site, beside: Mapping[str, str]) -> str:
+    ways = [f"{_file(kind, beside)}: {what}" for kind, what in _ways(deployment, site, beside)]
+    what = "Or with a file beside this one" if beside else "Or as a file, from the same plan"
+    files = f"\n{what}:\n\n{_list(ways)}" if ways else ""
+    same = f"\nThese lines are in `{beside['command']}`.\n" if "command" in beside else ""
+    return f"## Start\n\n{_code(script(deployment, site))}{same}{files}"
 
 
-def _ways(deployment: Deployment, site: Site) -> list[tuple[str, str]]:
+def _file(kind: str, beside: Mapping[str, str]) -> str:
+    """The file of a kind, or what writes it."""
+    return f"`{beside[kind]}`" if kind in beside else f"`--emit {kind}`"
+
+
+def _ways(deployment: Deployment, site: Site, beside: Mapping[str, str]) -> list[tuple[str, str]]:
     """The kinds of files that this deployment can be started from, and how."""
-    apply = "`kubectl apply -f FILE`; for the checks `kubectl port-forward service/"
-    kinds = (
-        ("compose", compose, "`docker compose up -d`"),
-        ("kubernetes", kubernetes, f"{apply}{site.name} {site.port}`"),
-        (
-            "lws",
-            leader_worker_set,
-            f"{apply}{site.name}-leader {site.port}`; the cluster needs the LeaderWorkerSet operator",
-        ),
-        ("systemd", systemd, "`systemctl enable --now NAME`"),
-    )
+
+    def apply(kind: str, service: str) -> str:
+        return f"`kubectl apply -f {beside.get(kind, 'FILE')}`; for the checks `kubectl port-forward service/{service} {site.port}`"
+
+    def unit() -> str:
+        names = unit_names(deployment, site)
+        each = "" if len(names) == 1 else "each unit in a file of its own, whose name is in its first line; "
+        if deployment.nodes > 1:
+            return f"{each}on each node its own: `systemctl enable --now {names[0]}`, …"
+        return (
+            f"{each}in /etc/systemd/system, then `systemctl daemon-reload`, `systemctl enable --now {' '.join(names)}`"
+        )
+
+    one = "; the other servers need a `--port` and GPUs of their own" if deployment.replicas > 1 else ""
+    kinds: tuple[tuple[str, Callable[[Deployment, Site], str], Callable[[], str]], ...] = (
+        ("compose", compose, lambda: "`docker compose up -d`"),
+        ("kubernetes", kubernetes, lambda: apply("kubernetes", site.name)),
+        ("lws", leader_worker_set, lambda: f"{apply('lws', f'{site.name}-leader')}; the cluster needs the LeaderWorkerSet operator"),
+        ("systemd", systemd, unit),
+        ("config", config, lambda: f"`{start(deployment, site)}`{one}"),
+    )  # fmt: skip
     out = []
     for kind, write, how in kinds:
         with contextlib.suppress(UsageError):
             write(deployment, site)
-            out.append((kind, how))
+            out.append((kind, how()))
     return out
 
 
@@ -163,7 +191,7 @@ These lines are predicted; other numbers mean that the engine found more or less
 """
 
 
-def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
+def _checks(deployment: Deployment, site: Site, promise: Promise, beside: Mapping[str, str]) -> str:
     url = f"http://{reached(site.host)}:{site.port}"
     health = _code(
         f"curl --fail --silent --show-error {url}{health_of(deployment.engine.name)}\ncurl --silent {url}/v1/models"
@@ -185,6 +213,11 @@ def _checks(deployment: Deployment, site: Site, promise: Promise) -> str:
         test += ["--slo", ",".join([*slo, f"p{promise.percent:g}"])]
     load = _code(shlex.join(test))
     whole = f" and at the router of all {plural(deployment.replicas, 'server')}" if deployment.replicas > 1 else ""
+    plan = (
+        f"All that was promised, and not the objective alone: `kvctl serve-test {url} --plan {beside['json']}`.\n\n"
+        if "json" in beside and deployment.replicas == 1
+        else ""
+    )
     verdict = "It exits with status 3 where the objective is missed. " if slo else ""
     return f"""## Checks
 
@@ -194,11 +227,11 @@ Does it answer, and with which models?
 Does it hold what it is meant to hold?{f" (The load is that of all {deployment.replicas} servers: run it at the router.)" if whole else ""}
 
 {load}
-{verdict}There must be no preemptions, and no request may fail. Where the limit lies: the same with `--find-limit`.
+{plan}{verdict}There must be no preemptions, and no request may fail. Where the limit lies: the same with `--find-limit`.
 """
 
 
-def _alarms(deployment: Deployment, site: Site, promise: Promise) -> str:
+def _alarms(deployment: Deployment, site: Site, promise: Promise, beside: Mapping[str, str]) -> str:
     try:
         rows = alerts(deployment, site, promise)
     except UsageError as error:
@@ -209,7 +242,8 @@ def _alarms(deployment: Deployment, site: Site, promise: Promise) -> str:
     whole = "".join(_alarm(row) for row in rows)
     return f"""## Alarms
 
-`--emit alerts` has these as rules for Prometheus.
+{_file("alerts", beside)} has these as rules for Prometheus. They ask for `job="{site.name}"`: its first lines have the scrape configuration that gives that, on
+machines and in Kubernetes. Under any other name {DOWN} fires for ever.
 
 | alarm | fires where | for |
 |---|---|---|
@@ -222,12 +256,13 @@ def _alarm(row: Alert) -> str:
     return f"### {row.name}\n\n{row.summary}.\n\n{_code(row.expression, 'promql')}\n{_list(row.do)}\n"
 
 
-def _back(site: Site) -> str:
+def _back(deployment: Deployment, site: Site) -> str:
+    own = ", on each node its own" if deployment.nodes > 1 else ""
     steps = [
         "Keep the files of the version that runs before you put new ones in their place.",
         "docker compose: put the old file back, `docker compose up -d`.",
         f"Kubernetes: `kubectl rollout undo deployment/{site.name}`; a LeaderWorkerSet: apply the old file.",
-        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {site.name}`.",
+        f"systemd: put the old unit back, `systemctl daemon-reload`, `systemctl restart {' '.join(unit_names(deployment, site))}`{own}.",
         "Then run the checks again.",
     ]
     return f"## Back to what ran before\n\n{_list(steps)}"

@@ -45,9 +45,7 @@ def script(deployment: Deployment, site: Site) -> str:
 
 def _servers(deployment: Deployment, site: Site) -> str:
     """Several servers side by side, each with a port and GPUs of its own; of several machines the first."""
-    each = deployment.replicas
-    if deployment.gpus:
-        each = min(each, max(site.machine_gpus // deployment.gpus, 1))
+    each = on_machine(deployment, site)
     machines = -(-deployment.replicas // each)
     head = f"{title(deployment)}\n{plural(deployment.replicas, 'server')} side by side, behind a router of yours"
     head += f": {each} on each of {machines} machines, and as follows on each." if machines > 1 else "."
@@ -60,6 +58,13 @@ def _servers(deployment: Deployment, site: Site) -> str:
             + (text if number == each - 1 else text.rstrip("\n") + " &\n" if "\n# and" not in text else text)
         )
     return "\n".join(blocks)
+
+
+def on_machine(deployment: Deployment, site: Site) -> int:
+    """Servers on the first of the machines."""
+    if not deployment.gpus:
+        return deployment.replicas
+    return min(deployment.replicas, max(site.machine_gpus // deployment.gpus, 1))
 
 
 def replica(deployment: Deployment, site: Site, number: int) -> Command:

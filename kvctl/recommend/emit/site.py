@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
 from kvctl.record import Record
 
+if TYPE_CHECKING:
+    from kvctl.recommend.deployment import Deployment
+
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*")
 _IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._/]*(:\d+/[-A-Za-z0-9._/]+)?(:[-A-Za-z0-9._]+)?(@sha256:[0-9a-f]{64})?")
+SETTINGS, VARIABLES = "engine.yaml", "engine.env"
+"""What an engine's own file is called: one of settings, and one of variables of the environment."""
 _LONGEST = 52
 """Kubernetes takes 63 letters, and a LeaderWorkerSet puts numbers of groups and pods behind a name."""
 
@@ -40,7 +46,9 @@ class Site(Record):
     ray: bool = False
     """Whether vLLM joins several nodes through Ray, not through its own processes."""
     start_s: int = 1800
-    """Seconds that loading may take before a start counts as failed."""
+    """Seconds that a start may take before it counts as failed, at least."""
+    weights: int | None = None
+    """Bytes of the weights as they are loaded; None: not known."""
 
 
 class Promise(Record):
@@ -120,6 +128,11 @@ def bracketed(host: str) -> str:
 def reached(host: str) -> str:
     """Where a server that listens there is asked, from its own machine: one that listens everywhere, at the machine's own address."""
     return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
+
+
+def is_variables(deployment: Deployment) -> bool:
+    """Whether the engine reads variables, and no file of settings."""
+    return deployment.engine.name in ("llama.cpp", "ollama")
 
 
 def named(model: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvctl.errors import UsageError
-from kvctl.recommend.emit import images, nodes
+from kvctl.recommend.emit import images, nodes, starting
 from kvctl.recommend.emit.command import Command, Place, command
 from kvctl.recommend.emit.documents import comments, title
 from kvctl.recommend.emit.nodes import Node
@@ -37,9 +37,18 @@ def systemd(deployment: Deployment, site: Site) -> str:
     return "\n".join(_of_replica(deployment, site, number) for number in range(deployment.replicas))
 
 
+def unit_names(deployment: Deployment, site: Site) -> list[str]:
+    """What the units are called."""
+    if deployment.nodes > 1:
+        return [f"{site.name}-node-{rank}" for rank in range(deployment.nodes)]
+    if deployment.replicas > 1:
+        return [f"{site.name}-{number}" for number in range(deployment.replicas)]
+    return [site.name]
+
+
 def _of_replica(deployment: Deployment, site: Site, number: int) -> str:
     """One of several servers: with a port and GPUs of its own."""
-    name = f"{site.name}-{number}"
+    name = unit_names(deployment, site)[number]
     one = replica(deployment, site.replace(name=name), number)
     return _unit(deployment, site, one, name, title(deployment))
 
@@ -49,7 +58,7 @@ def _of_node(deployment: Deployment, site: Site, rank: int) -> str:
     own = site.replace(ray=False)  # engines' own processes: no second service beside this one
     place = Place(site.host, node=Node(str(rank), f"${{{nodes.HEAD}}}"))
     note = f"{title(deployment)}\nNode {rank + 1} of {deployment.nodes}; /etc/{site.name}.env there has {nodes.HEAD}=ADDRESS of the first one."
-    return _unit(deployment, site, command(deployment, own, place), f"{site.name}-node-{rank}", note)
+    return _unit(deployment, site, command(deployment, own, place), unit_names(deployment, site)[rank], note)
 
 
 def _unit(deployment: Deployment, site: Site, one: Command, name: str, note: str) -> str:
@@ -63,7 +72,7 @@ def _unit(deployment: Deployment, site: Site, one: Command, name: str, note: str
         head += comments(f"When it is up: {line}")
     words = [f"{site.programs}/{one.program[0]}", *one.program[1:]]
     start = " \\\n  ".join((" ".join(words), *(" ".join(map(_word, option)) for option in one.options)))
-    variables = [("HF_HOME", site.folder), *one.variables]
+    variables = [("HF_HOME", site.folder), *starting.variables(deployment, site), *one.variables]
     # Several nodes cannot start without the variable, one alone needs no file.
     optional = "-" if deployment.nodes == 1 else ""
     lines = [
@@ -73,6 +82,7 @@ def _unit(deployment: Deployment, site: Site, one: Command, name: str, note: str
         "After=network-online.target",
         "",
         "[Service]",
+        # Its type is simple: systemd itself sets such a start no limit.
         f"User={site.user}",
         f"WorkingDirectory={site.folder}",
         *(f"Environment={_quoted(f'{key}={value}')}" for key, value in variables),
