@@ -182,6 +182,12 @@ def _memory(screen: Screen, one: Judged) -> None:
         (("  ", label, format_bytes(size), f"{100 * size / total:.0f}%"), bar(max(size, 0), total), "") for label, size in memory(one.candidate).items()
     ]  # fmt: skip
     screen.table("llrr", rows)
+    if one.candidate.offloaded:
+        each = " of each server" if one.candidate.deployment.replicas > 1 else ""
+        screen.line(
+            f"   beside it in the host's memory{each}, not in this sum: {format_bytes(one.candidate.offloaded)} of weights",
+            indent=3,
+        )
 
 
 def table_of(report: RecommendReport) -> list[list[str]]:

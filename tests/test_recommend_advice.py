@@ -383,6 +383,30 @@ def test_weights_that_every_step_waits_for() -> None:
     assert only(offload.weights(case())).verdict == "no"
 
 
+def test_layers_that_the_host_computes() -> None:
+    # 18 of 36 layers of 1 GB each are on the host. gpt-oss-120b: 128 experts of 3 × 2,880 × 2,880 + 3 × 2,880 parameters in a
+    # layer, 3.186 × 10^9; attention has 2,880 × (4,096 + 2 × 512) + 4,096 × 2,880 and little more, 0.027 × 10^9: 99%.
+    # Their part of 18 GB and of the cache that comes back is 18 / 0.99 = 18.2 layers and more: 19.
+    given: dict[str, Any] = {"gpus": 1, "context": 8192}
+    found = only(offload.weights(
+        case("gpt-oss-120b", engine_name="llama.cpp", serve={"gpu_layers": 18}, numbers={"host_weights": 18 * GB, "token_bytes": 20}, **given)
+    ))  # fmt: skip
+    assert found.verdict == "depends"
+    assert "18 of 36 layers" in found.because
+    assert "99% of a layer's parameters" in found.because
+    assert "4 of 128" in found.because
+    assert found.how is not None
+    assert found.how.startswith("--n-cpu-moe 19 ")
+    all_away = case("gpt-oss-120b", engine_name="llama.cpp", serve={"gpu_layers": 1}, numbers={"host_weights": 35 * GB, "token_bytes": 20}, **given)  # fmt: skip
+    assert "--cpu-moe" in (only(offload.weights(all_away)).how or "")  # 35 / 0.99 is 35.3 layers: all 36
+    dense = case(engine_name="llama.cpp", serve={"gpu_layers": 32}, numbers={"host_weights": 30 * GB}, gpus=1)
+    assert only(offload.weights(dense)).how == "--verify measures it"
+
+
+def test_weights_of_a_host_are_in_its_memory() -> None:
+    assert "already" in only(offload.weights(case(gpu="cpu:64GiB", engine_name="llama.cpp", gpus=0))).because
+
+
 # -- steps ----------------------------------------------------------------------------------
 
 

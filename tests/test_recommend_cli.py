@@ -47,6 +47,21 @@ def test_a_plan_of_what_cannot_be_has_status_three_and_what_would(kvctl: Run) ->
     assert {near["direction"] for near in document["nearest"]} >= {"gpus", "gpu", "model"}
 
 
+def test_weights_in_host_memory_stand_beside_the_gpus_sum(kvctl: Run) -> None:
+    asked = ("recommend", "gpt-oss-120b", "--gpu", "RTX4090", "--host-memory", "128GiB", "--ctx", "16k", "--concurrency", "2",
+             "--engine", "llama.cpp")  # fmt: skip
+    document = json.loads(kvctl(*asked, "--json").out)
+    valid(document)
+    side = document["answers"][0]["side"]
+    # Applications have 23.5 GiB of its 24. openai/gpt-oss-120b's files have 65.25 × 10^9 B, 60.8 GiB.
+    assert 23 < sum(side["memory"].values()) / 2**30 < 24
+    assert 60 < (side["memory"]["weights"] + side["host_weights"]) / 2**30 < 62
+    text = kvctl(*asked, "-e").out
+    assert "beside it in the host's memory, not in this sum" in text
+    assert "the weights fit" not in text
+    assert "--n-cpu-moe" in text
+
+
 def test_several_make_a_matrix_in_every_form(kvctl: Run) -> None:
     many = ("recommend", "Qwen/Qwen3-8B", "openai/gpt-oss-20b", "--gpu", "L4,L40S", "--ctx", "8k", "--concurrency", "4")
     document = json.loads(kvctl(*many, "--json").out)

@@ -54,6 +54,7 @@ def _numbers(one: Judged, ask: Ask, judge: Judge, found: Found) -> Numbers:
         token_bytes=_token(candidate, ask),
         capacity=None if candidate.capacity is None else candidate.capacity // deployment.replicas,
         rank_weights=stack.weights,
+        host_weights=candidate.offloaded,
         graph_bytes=graphs[0] if graphs else None,
         free=stack.headroom,
         prefill_rate=prefill,

@@ -116,6 +116,8 @@ class Numbers(Record):
     """Tokens that the pool of one replica holds."""
     rank_weights: int = 0
     """Bytes of the weights on one rank."""
+    host_weights: int = 0
+    """Bytes of a server's weights that stay in the host's memory."""
     graph_bytes: int | None = None
     """CUDA graphs on one rank."""
     free: int | None = None
