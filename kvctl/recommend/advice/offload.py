@@ -64,6 +64,8 @@ def offload(case: Case) -> list[Advice]:
 def _kv(case: Case) -> Advice:
     technique, how = "CPU offload of the cache", _FLAGS.get(case.engine)
     link, rate = link_gbs(case), case.numbers.prefill_rate
+    if not case.deployment.gpus:
+        return Advice(technique, NO, "the cache is in the host's memory already", None, _SOURCE)
     if link is None:
         gpu = case.deployment.device.name
         return Advice(
@@ -137,7 +139,11 @@ def _disk(case: Case, own: Advice) -> Advice:
     technique, gbs, rate = "disk offload of the cache", case.numbers.disk_gbs, case.numbers.prefill_rate
     if gbs is None or rate is None or rate.mid <= 0:
         per = 0.0 if rate is None else case.numbers.token_bytes * rate.mid / 1e9
-        need = f": it would have to give each GPU more than {per:.3g} GB/s" if per else ""
+        need = (
+            f": it would have to give {'each GPU' if case.deployment.gpus else 'the host'} more than {per:.3g} GB/s"
+            if per
+            else ""
+        )
         return Advice(technique, DEPENDS, f"how fast the disk or the computing is, is not known{need}", None, _SOURCE)
     words, faster = _against(case, gbs, rate.mid, "")
     host, again = _host_keeps(case), case.work.reuse_seconds
@@ -181,7 +187,7 @@ def weights(case: Case) -> list[Advice]:
         ]
     gbs, _ = link
     if not away:
-        because = f"the weights fit ({size(case.numbers.rank_weights)} a GPU), and each GiB beside it would add {seconds(GIB / (gbs * 1e9))} to every step"  # fmt: skip
+        because = f"the weights fit ({size(case.numbers.rank_weights)} {case.each}), and each GiB beside it would add {seconds(GIB / (gbs * 1e9))} to every step"  # fmt: skip
         return [Advice(technique, NO, because, None, source)]
     added = away / (gbs * 1e9)
     words = f"{size(away)} of each GPU's weights come over {gbs:.3g} GB/s, {seconds(added)} in every step"
