@@ -151,6 +151,28 @@ def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) 
     assert not [path for path in folder.iterdir() if stat.S_IMODE(path.stat().st_mode) & 0o002]
 
 
+def test_a_folder_gets_all_files_or_none(kvctl: Run, tmp_path: Path) -> None:
+    asked = (*BASE, "--engine", "vllm", "--emit", "all", "-o", str(tmp_path))
+    (tmp_path / "compose.yaml").mkdir()
+    refused = kvctl(*asked)
+    assert refused.code == 1
+    assert "no plain file" in refused.err
+    assert "hint: " in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.yaml"]
+    (tmp_path / "compose.yaml").rmdir()
+    (tmp_path / "compose.yaml").write_text("services: {mine: {image: nginx}}\n")
+    refused = kvctl(*asked)
+    assert refused.code == 2
+    assert "compose.yaml is there already" in refused.err
+    assert "--force replaces it" in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.yaml"]
+    assert "nginx" in (tmp_path / "compose.yaml").read_text()
+    assert kvctl(*asked, "--force").code == 0
+    assert "vllm" in (tmp_path / "compose.yaml").read_text()
+    # The same once more replaces nothing.
+    assert kvctl(*asked).code == 0
+
+
 def test_two_plans_are_compared(kvctl: Run, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     one.write_text(kvctl(*BASE, "--json").out)
@@ -185,6 +207,8 @@ def test_explain_names_every_technique_with_a_verdict(kvctl: Run, form: str) -> 
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--slo", "soon"), "--slo", "ttft=500ms"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--max-quality-loss", "much"), "no percentage", "--max-quality-loss 1"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "poem"), "unknown kind", "compose"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", ""), "names no kind", "compose"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "command", "--force"), "--force replaces", "-o DIR"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "all"), "do not fit on stdout", "-o DIR"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "-o", "x"), "-o is where", "--emit"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--engine", "ideal"), "no server", "vllm"),
