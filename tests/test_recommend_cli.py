@@ -291,6 +291,9 @@ def test_every_kind_of_hardware_and_engine_is_answered(kvctl: Run, argv: tuple[s
     [
         ("--served-name", "x\nExecStartPre=/bin/touch x"),
         ("--served-name", ""),
+        ("--served-name", "-rf"),
+        ("--served-name", "${HEAD_ADDRESS}"),
+        ("--served-name", "$(LWS_LEADER_ADDRESS)"),
         ("--name", ""),
         ("--image", 'foo:bar"; evil'),
         ("--host", "a b;id"),
@@ -299,7 +302,7 @@ def test_every_kind_of_hardware_and_engine_is_answered(kvctl: Run, argv: tuple[s
     ],
 )
 def test_what_could_not_stand_in_a_file_is_refused(kvctl: Run, given: tuple[str, str]) -> None:
-    outcome = kvctl(*BASE, "--engine", "vllm", *given, "--emit", "systemd")
+    outcome = kvctl(*BASE, "--engine", "vllm", f"{given[0]}={given[1]}", "--emit", "systemd")
     assert outcome.code == 2
     assert "hint:" in outcome.err
     assert not outcome.out
