@@ -209,6 +209,7 @@ def test_explain_names_every_technique_with_a_verdict(kvctl: Run, form: str) -> 
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "poem"), "unknown kind", "compose"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", ""), "names no kind", "compose"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "command", "--force"), "--force replaces", "-o DIR"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--output-tokens", "0"), "--output-tokens: 0 tokens", "at least 1"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "all"), "do not fit on stdout", "-o DIR"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "-o", "x"), "-o is where", "--emit"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--engine", "ideal"), "no server", "vllm"),
@@ -338,3 +339,38 @@ def test_an_8_bit_cache_without_scales_is_said(kvctl: Run) -> None:
         "vllm",
     ).out
     assert "no scales for an fp8 cache" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("", "a line is"),
+        ("rubbish\n", "a line is"),
+        ('{"timestamp": 0, "input_length": -1, "output_length": 2, "hash_ids": []}\n', "a line is"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}\n', "--tokenizer FILE"),
+        ('{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n'
+         '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n', "sort the trace"),
+    ],
+)  # fmt: skip
+def test_a_trace_that_cannot_be_read_says_what_one_is(kvctl: Run, tmp_path: Path, text: str, hint: str) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    outcome = kvctl(*BASE[:-2], "--trace", str(tmp_path / "trace.jsonl"))
+    assert outcome.code == 1
+    assert f"hint: {hint}" in outcome.err
+
+
+@pytest.mark.parametrize("what", ["empty", "folder", "list"])
+def test_what_is_no_plan_has_a_hint_about_plans(kvctl: Run, tmp_path: Path, what: str) -> None:
+    place = tmp_path / what
+    place.mkdir() if what == "folder" else place.write_text("[]" if what == "list" else "")
+    outcome = kvctl(*BASE, "--what-if", str(place))
+    assert outcome.code == 1
+    assert "hint: kvctl recommend MODEL … --json > plan.json saves one" in outcome.err
+
+
+@pytest.mark.parametrize("given", ["hidden_size=-1", "num_hidden_layers=-3", "vocab_size=-2", "num_attention_heads=0"])
+def test_a_configuration_that_cannot_be_says_where_to_correct_it(kvctl: Run, given: str) -> None:
+    outcome = kvctl(*BASE, "--set", given)
+    assert outcome.code == 1
+    assert given.partition("=")[0] in outcome.err
+    assert "hint: --set gave that value" in outcome.err
