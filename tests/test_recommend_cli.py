@@ -342,6 +342,43 @@ def test_an_8_bit_cache_without_scales_is_said(kvctl: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        (*BASE, "--explain"),
+        ("recommend", "Qwen2.5-72B-Instruct", "--gpu", "RTX4090", "--concurrency", "4", "--ctx", "8k"),
+        ("recommend", "SmolLM2-135M-Instruct", "--gpu", "cpu:8GiB", "--ctx", "2k", "--concurrency", "4"),
+        ("recommend", "SmolLM2-135M-Instruct", "Qwen2.5-72B-Instruct", "--gpu", "RTX4090,cpu:8GiB,8xH100", "--ctx", "2k"),
+        ("recommend", "--what-if", "one.json", "--what-if", "other.json"),
+    ],
+)  # fmt: skip
+def test_no_line_is_wider_than_a_terminal(
+    kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: tuple[str, ...]
+) -> None:
+    from rich.cells import cell_len
+
+    from kvctl.screen_lines import Screen
+
+    monkeypatch.chdir(tmp_path)
+    for name, gpu in (("one", "A100"), ("other", "2xL40S")):
+        (tmp_path / f"{name}.json").write_text(
+            kvctl("recommend", "Qwen3-32B", "--gpu", gpu, "--ctx", "8k", "--json").out
+        )
+
+    def terminal(self: Screen, start: Any = Screen.__init__) -> None:
+        start(self)
+        self.terminal = True
+
+    monkeypatch.setattr(Screen, "__init__", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = kvctl(*argv).out.splitlines()
+    assert len(lines) > 5
+    # What is typed stays whole; its options have a line each.
+    assert not [
+        line for line in lines if cell_len(line) > 80 and not line.endswith("\\") and not line.startswith("   #")
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("", "a line is"),
