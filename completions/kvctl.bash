@@ -118,7 +118,7 @@ _kvctl() {
                 --emit,*) words="all command compose kubernetes lws systemd config alerts runbook json" ;;
                 --source,*) words="catalogue cache hub" ;;
                 -f,*|--format,*) words="table json csv md" ;;
-                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --weights-dtype --kv-cache-dtype --kv-dtype -tp --tensor-parallel-size -pp --pipeline-parallel-size --replicas --max-quality-loss --quality --calibrate --price --emit -o --output --answer --verify --verify-args --server-log --start-timeout --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
+                *,-*) words="--gpu --host-memory --nodes -c --ctx --max-model-len --input-tokens --output-tokens --concurrency --rate --workload --trace --tokenizer --shared-prefix --slo --goal --engine --weights-dtype --kv-cache-dtype --kv-dtype -tp --tensor-parallel-size -pp --pipeline-parallel-size --replicas --max-quality-loss --quality --calibrate --price --emit -o --output --force --answer --verify --verify-args --server-log --start-timeout --name --served-name --port --host --image --ray --what-if --set --source --revision -e --explain -f --format --json -q --quiet -h --help" ;;
                 *) ask="kvctl recommend" files=yes ;;
             esac
             ;;

@@ -338,6 +338,7 @@ complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l calibrate -r -d 
 complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l price -x -d 'Of a GPU for an hour, as --gpu names it'
 complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l emit -x -a 'all command compose kubernetes lws systemd config alerts runbook json' -d 'Write what can be run'
 complete -c kvctl -n '__fish_seen_subcommand_from recommend' -s o -l output -x -d 'Where --emit writes'
+complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l force -d 'With -o, replace files of these names that hold something else'
 complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l answer -x -d 'Which answer --emit and --verify are about'
 complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l verify -d 'Start the answer on this machine'
 complete -c kvctl -n '__fish_seen_subcommand_from recommend' -l verify-args -x -d 'More options of the engine for that, which leave memory and requests ...'

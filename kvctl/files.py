@@ -9,6 +9,8 @@ from typing import Any
 
 from kvctl.errors import KvctlError
 
+_ELSEWHERE = "name a file in a folder that is there and can be written to"
+
 
 def write_whole(path: str, data: bytes) -> None:
     """Write a file; one that was there stays until the new one is complete.
@@ -55,9 +57,9 @@ def check_writable(path: str) -> None:
     try:
         folder = _target(path).parent
         if not folder.is_dir():
-            raise KvctlError(f"cannot write {path[:200]}: there is no folder {str(folder)[:200]}")
+            raise KvctlError(f"cannot write {path[:200]}: there is no folder {str(folder)[:200]}", hint=_ELSEWHERE)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise KvctlError(f"cannot write {path[:200]}: its folder is read-only")
+            raise KvctlError(f"cannot write {path[:200]}: its folder is read-only", hint=_ELSEWHERE)
     except (OSError, ValueError) as error:
         raise _cannot(path, error) from None
 
@@ -75,11 +77,13 @@ def _target(path: str) -> Path:
     """Where the bytes go: through a link, the file it points to is replaced and the link stays."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
-        raise KvctlError(f"cannot write {path[:200]}: its links lead in a circle")
+        raise KvctlError(f"cannot write {path[:200]}: its links lead in a circle", hint=_ELSEWHERE)
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-        raise KvctlError(f"cannot write {path[:200]}: it is {'read-only' if target.is_file() else 'no plain file'}")
+        raise KvctlError(
+            f"cannot write {path[:200]}: it is {'read-only' if target.is_file() else 'no plain file'}", hint=_ELSEWHERE
+        )
     return target
 
 
 def _cannot(path: str, error: OSError | ValueError) -> KvctlError:
-    return KvctlError(f"cannot write {path[:200]}: {getattr(error, 'strerror', None) or error}")
+    return KvctlError(f"cannot write {path[:200]}: {getattr(error, 'strerror', None) or error}", hint=_ELSEWHERE)

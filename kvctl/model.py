@@ -77,6 +77,30 @@ def _language_model_path(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
+_SIZES = ("hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size", "head_dim")
+"""Numbers that only some rules read; below 0 nothing can be."""
+
+
+def _correct(message: str, overrides: Mapping[str, Any] | None) -> str:
+    """Where to put right what a message is about."""
+    if any(key.rpartition(".")[2] in message for key in overrides or ()):
+        return "--set gave that value: give another, or leave it out"
+    return "correct it in its config.json"
+
+
+def _check_sizes(text: Fields) -> None:
+    """Refuses numbers that would make the rest of the answer unknown, without a word about them.
+
+    Raises:
+        ConfigError: there is one.
+
+    """
+    for name in _SIZES:
+        value = text.raw.get(name, text.raw.get(text.stored_name(name)))
+        if isinstance(value, int) and value < 0:
+            raise ConfigError(f"{text.path}{name} is {value:,}, out of range")
+
+
 def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, checked: bool = True) -> ModelSpec:
     """Everything that can be said about a model before a workload is known.
 
@@ -86,11 +110,15 @@ def build_spec(found: Found, overrides: Mapping[str, Any] | None = None, *, chec
     root = Fields(config)
     try:
         layers = read_layers(root)
+        _check_sizes(text_fields(root))
     except ConfigError as err:
-        raise ConfigError(f"{found.id}: {err.message}", hint=err.hint) from err
+        raise ConfigError(f"{found.id}: {err.message}", hint=err.hint or _correct(err.message, overrides)) from err
     except (TypeError, AttributeError, ZeroDivisionError, OverflowError, IndexError) as err:
         # A value of a shape that no reader expects: the file is at fault, and the reader names nothing better.
-        raise ConfigError(f"the configuration of {found.id} holds a value that cannot be read: {err}") from err
+        raise ConfigError(
+            f"the configuration of {found.id} holds a value that cannot be read: {err}",
+            hint=_correct(str(err), overrides),
+        ) from err
     text = text_fields(root)
     notes = list(found.notes)
     if find_reader(text.type) is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvctl.errors import SourceError, UsageError
+from kvctl.errors import KvctlError, SourceError, UsageError
 from kvctl.record import Record
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 64_000_000
 """Bytes of a plan; one that was put to the proof has a load test in it."""
+_HINT = "kvctl recommend MODEL … --json > plan.json saves one"
 _SAYS = (
     "input_tokens",
     "output_tokens",
@@ -59,8 +60,11 @@ def plan_file(text: str, option: str) -> tuple[dict[str, Any], str, int]:
     where = plain(path[:200])
     if not path.strip() or not Path(path).exists():
         raise SourceError(f"{option}: a plan is looked for, and there is no file {where or repr(path)}",
-                          hint="kvctl recommend MODEL … --json > plan.json saves one")  # fmt: skip
-    return read_file(Path(path), limit=_LIMIT), where, number
+                          hint=_HINT)  # fmt: skip
+    try:
+        return read_file(Path(path), limit=_LIMIT), where, number
+    except KvctlError as error:
+        raise type(error)(error.message, hint=_HINT) from None
 
 
 def read(text: str, load: Load, sweeps: Sequence[str]) -> Planned:

@@ -263,6 +263,8 @@ def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
 
     known = (*(kind.name for kind in KINDS), "json")
     names = tuple(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))
+    if texts and not names:
+        raise UsageError("--emit names no kind", hint="one of all, " + ", ".join(known))
     if "all" in names:
         return ("all",)
     for name in names:
@@ -271,12 +273,14 @@ def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def check_together(kinds: Sequence[str], output: str | None, answer: int, form: str) -> None:
+def check_together(kinds: Sequence[str], output: str | None, answer: int, form: str, *, force: bool) -> None:
     """Refuses what does not go together."""
     if output is not None and not output.strip():
         raise UsageError("-o names no folder", hint="--emit all -o DIR")
     if output is not None and not kinds:
         raise UsageError("-o is where --emit writes", hint="--emit all -o DIR")
+    if force and output is None:
+        raise UsageError("--force replaces files, and none is written", hint="--emit all -o DIR --force")
     if output is None and (len(kinds) > 1 or kinds == ("all",)):
         raise UsageError("several files do not fit on stdout", hint="-o DIR, or one kind")
     if kinds and form != "table":

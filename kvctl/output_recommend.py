@@ -12,6 +12,8 @@ from kvctl import __version__, output
 from kvctl.errors import KvctlError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvctl.options_recommend import Proof
     from kvctl.recommend.answers import Answer, Known, Recommendation
     from kvctl.recommend.report import RecommendReport
@@ -178,12 +180,12 @@ def emit_what_if(left: Side, right: Side, form: str) -> None:
 
 
 def emit_files(
-    report: RecommendReport, kinds: tuple[str, ...], folder: str | None, answer: int, *, quiet: bool
+    report: RecommendReport, kinds: tuple[str, ...], folder: str | None, answer: int, *, force: bool, quiet: bool
 ) -> None:
-    """Write what can be run: one kind to stdout, several into a folder, which is made.
+    """Write what can be run: one kind to stdout, several into a folder, which is made; all of them or none.
 
     Raises:
-        UsageError: a kind that makes no sense for the deployment.
+        UsageError: a kind that makes no sense for the deployment, or another file in a place where one would come (not with `force`).
         KvctlError: it cannot be written.
 
     """
@@ -219,14 +221,39 @@ def emit_files(
         return
     from kvctl.files import write_whole
 
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise UsageError(f"{folder[:200]} is a file", hint="-o names a folder, where each kind has a file")
+    places = {os.path.join(folder, files[kind]): text.encode() for kind, text in texts.items()}
+    _check_places(folder, places, force=force)
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise KvctlError(f"{folder[:200]}: {error.strerror}", hint="-o names a folder") from None
-    for kind, text in texts.items():
-        place = os.path.join(folder, files[kind])
-        write_whole(place, text.encode())
+    for place, data in places.items():
+        write_whole(place, data)
         if not quiet:
             output.say("wrote", [place])
+
+
+def _check_places(folder: str, places: Mapping[str, bytes], *, force: bool) -> None:
+    """Refuses, before anything is written, places that a file cannot come to, or where another one is."""
+    from kvctl.files import check_writable
+
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UsageError(f"{folder[:200]} is a file", hint="-o names a folder, where each kind has a file")
+    if not os.path.isdir(folder):
+        return
+    for place, data in places.items():
+        try:
+            check_writable(place)
+        except KvctlError as error:
+            raise KvctlError(error.message, hint="nothing was written; -o names another folder") from None
+        if not force and os.path.lexists(place) and not _holds(place, data):
+            raise UsageError(f"{place[:200]} is there already, and is another file", hint="--force replaces it; nothing was written")  # fmt: skip
+
+
+def _holds(place: str, data: bytes) -> bool:
+    """Whether a file is the same already."""
+    try:
+        with open(place, "rb") as file:
+            return file.read(len(data) + 1) == data
+    except OSError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -182,6 +181,12 @@ def _memory(screen: Screen, one: Judged) -> None:
         (("  ", label, format_bytes(size), f"{100 * size / total:.0f}%"), bar(max(size, 0), total), "") for label, size in memory(one.candidate).items()
     ]  # fmt: skip
     screen.table("llrr", rows)
+    if one.candidate.offloaded:
+        each = " of each server" if one.candidate.deployment.replicas > 1 else ""
+        screen.line(
+            f"   beside it in the host's memory{each}, not in this sum: {format_bytes(one.candidate.offloaded)} of weights",
+            indent=3,
+        )
 
 
 def table_of(report: RecommendReport) -> list[list[str]]:
@@ -260,11 +265,17 @@ def _certain(one: Judged) -> str:
 def print_matrix(screen: Screen, report: RecommendReport) -> None:
     """The best answer of each model on each kind of hardware."""
     head, *rows = _matrix(report)
+    groups, justify = [1] * 9, "lllrrrrrrrr"
+    if screen.width_of([row[:3] for row in (head, *rows)]) > screen.console.width:
+        # Configurations in words of their own, where a column of them has no room.
+        for model, where, what, *cells in rows:
+            style = "" if cells[0] != "–" else "red"
+            screen.line(Text.assemble((f"{model} on {where}", "bold"), f": {what}", style=style), indent=3)
+        screen.line()
+        head, *rows = [[*row[:2], *row[3:]] for row in (head, *rows)]
+        groups, justify = groups[1:], "llrrrrrrrr"
     screen.tables(
-        2,
-        "lllrrrrrrrr",
-        [(head, None, "dim"), *((row, None, "" if row[3] != "–" else "red") for row in rows)],
-        [1, 8],
+        2, justify, [(head, None, "dim"), *((row, None, "" if row[-8] != "–" else "red") for row in rows)], groups
     )
 
 
@@ -452,7 +463,12 @@ def print_difference(screen: Screen, found: WhatIf) -> None:
         screen.line("nothing differs")
         return
     head, *rows = difference_rows(found)
-    shown: Sequence[Row] = [(["what", "left", "right", *head[3:]], None, "dim"), *((row, None, "") for row in rows)]
-    screen.table("lrrrl", shown)
+    head = ["what", "left", "right", *head[3:]]
+    if screen.width_of([head, *rows]) <= screen.console.width:
+        screen.table("lrrrl", [(head, None, "dim"), *((row, None, "") for row in rows)])
+    else:
+        for what, left, right, ratio, apart in rows:
+            more = f"{ratio and f', {ratio}'}{apart and f'; told apart: {apart}'}"
+            screen.line(Text.assemble((f"{what}: ", "bold"), f"{left} → {right}{more}"), indent=3)
     if found.unknown:
         screen.line(f"not known of both: {', '.join(found.unknown)}", style="dim")

@@ -41,6 +41,9 @@ SIDE = obj(
         "memory": of(
             "object", "Bytes of the fullest GPU by what takes them.", additionalProperties={"type": "integer"}
         ),
+        "host_weights": whole(
+            "Bytes of each server's weights that stay in the host's memory; none of them is in `memory`."
+        ),
         "capacity": maybe(whole("Tokens that the pools of all replicas hold; null where the engine has none.")),
         "held": maybe(whole("Requests of the longest length that are in service at once.")),
         "speed": of(

@@ -376,6 +376,22 @@ printf '\\n' >> "$WORDS"
 """
 
 
+@pytest.mark.parametrize("served", ["${HOME}", "$HOME", "$(HF_HOME)", "a b"])
+def test_a_shell_and_its_variables_leave_a_name_as_it_is(served: str, tmp_path: Path) -> None:
+    site = SITE.replace(served=served)
+    assert shlex.quote(served) in emit(
+        "command", VLLM, site
+    )  # in single quotes, where nothing stands for something else
+    (tmp_path / "llama-server").write_text('#!/bin/sh\nprintf %s "$LLAMA_ARG_ALIAS"\n')
+    (tmp_path / "llama-server").chmod(0o755)
+    text = emit("config", LLAMA_CPP_GPU, site)
+    (tmp_path / "engine.env").write_text(text)
+    how = text.splitlines()[2].removeprefix("# ")
+    ran = subprocess.run(["/bin/sh", "-euc", how], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/root"},
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", served)
+
+
 @pytest.mark.parametrize("name", [*CASES, "odd"])
 def test_a_shell_runs_exactly_these_words(name: str, tmp_path: Path) -> None:
     """The text is run, with programs that write down what they are given."""

@@ -168,6 +168,21 @@ def test_amd_gpus_are_devices() -> None:
     assert "deploy" not in second
 
 
+def expanded(text: str, values: dict[str, str]) -> str:
+    """What Kubernetes makes of a word: $(NAME) becomes its value where it has one, $$ a dollar, all else stays
+    (k8s.io third_party/forked/golang/expansion)."""
+    return re.sub(
+        r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else values.get(found[1][1:-1], found[0]), text
+    )
+
+
+@pytest.mark.parametrize("served", ["$(HF_HOME)", "$$(HF_HOME)", "a$$b", "a$b$", "${HF_HOME}", "$(", "$$$"])
+def test_kubernetes_leaves_names_as_they_are(served: str) -> None:
+    found = documents(emit("kubernetes", VLLM, SITE.replace(served=served)))[0]
+    words = found["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert expanded(words[words.index("--served-model-name") + 1], {"HF_HOME": "/models"}) == served
+
+
 def test_dollars_stay_dollars() -> None:
     """Compose puts variables in place of $NAME; two stand for one."""
     [whole] = documents(emit("compose", VLLM.replace(base="a$B"), SITE))

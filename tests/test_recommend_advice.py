@@ -200,6 +200,17 @@ def test_a_smaller_cache_only_where_it_binds() -> None:
     assert "16.7 times" in short.because  # 200,000 / 11,999
     reading = case(numbers={"kv_choices": FP8, "capacity": 12_000, "decode_bound": "cache"})
     assert named(cache_advice.formats(reading), "FP8 KV cache").verdict == "yes"
+    # A tenth fewer bytes hold 1 / 0.9 times as many tokens: 11,110 × 1.1112 are 12,345, and 12,344 are less.
+    for capacity, verdict in ((12_345, "yes"), (12_344, "no")):
+        little = case(numbers={"kv_choices": (KvChoice("fp8", capacity, "x"),), "capacity": 11_110})
+        assert named(cache_advice.formats(little), "FP8 KV cache").verdict == verdict
+    # Slots have no pool to compare: bytes of a token tell. 262,144 of now over 262,144 of then is no gain.
+    for token, verdict in ((139_264, "yes"), (262_144, "no"), (400_000, "no")):
+        choices = (KvChoice("q8_0", None, "-ctk q8_0 -ctv q8_0", token),)
+        slots = case(
+            engine_name="llama.cpp", numbers={"kv_choices": choices, "capacity": None, "decode_bound": "cache"}
+        )
+        assert named(cache_advice.formats(slots), "INT8 KV cache").verdict == verdict
     none = named(cache_advice.formats(case(numbers={"capacity": 11_999})), "FP8 KV cache")
     assert none.verdict == "no"
     assert "has none of fp8" in none.because
@@ -253,6 +264,12 @@ def test_smaller_weights_only_where_they_bind() -> None:
         ).verdict
         == "no"
     )
+    # A tenth of 65 GB is 6.5 GB.
+    for taken, verdict in ((58_500_000_000, "yes"), (58_500_000_001, "no"), (64_990_000_000, "no")):
+        little = case(numbers={"weight_choices": (WeightChoice("awq", taken, "x"),), "decode_bound": "weights"})
+        found = named(weight_advice.weights(little), "AWQ weights")
+        assert found.verdict == verdict
+        assert ("less than 10% smaller" in found.because) is (verdict == "no")
     larger = (WeightChoice("awq", 65 * GB, "x"),)
     assert (
         named(weight_advice.weights(case(numbers={"weight_choices": larger, "capacity": 100})), "AWQ weights").verdict
@@ -383,6 +400,30 @@ def test_weights_that_every_step_waits_for() -> None:
     assert only(offload.weights(case())).verdict == "no"
 
 
+def test_layers_that_the_host_computes() -> None:
+    # 18 of 36 layers of 1 GB each are on the host. gpt-oss-120b: 128 experts of 3 × 2,880 × 2,880 + 3 × 2,880 parameters in a
+    # layer, 3.186 × 10^9; attention has 2,880 × (4,096 + 2 × 512) + 4,096 × 2,880 and little more, 0.027 × 10^9: 99%.
+    # Their part of 18 GB and of the cache that comes back is 18 / 0.99 = 18.2 layers and more: 19.
+    given: dict[str, Any] = {"gpus": 1, "context": 8192}
+    found = only(offload.weights(
+        case("gpt-oss-120b", engine_name="llama.cpp", serve={"gpu_layers": 18}, numbers={"host_weights": 18 * GB, "token_bytes": 20}, **given)
+    ))  # fmt: skip
+    assert found.verdict == "depends"
+    assert "18 of 36 layers" in found.because
+    assert "99% of a layer's parameters" in found.because
+    assert "4 of 128" in found.because
+    assert found.how is not None
+    assert found.how.startswith("--n-cpu-moe 19 ")
+    all_away = case("gpt-oss-120b", engine_name="llama.cpp", serve={"gpu_layers": 1}, numbers={"host_weights": 35 * GB, "token_bytes": 20}, **given)  # fmt: skip
+    assert "--cpu-moe" in (only(offload.weights(all_away)).how or "")  # 35 / 0.99 is 35.3 layers: all 36
+    dense = case(engine_name="llama.cpp", serve={"gpu_layers": 32}, numbers={"host_weights": 30 * GB}, gpus=1)
+    assert only(offload.weights(dense)).how == "--verify measures it"
+
+
+def test_weights_of_a_host_are_in_its_memory() -> None:
+    assert "already" in only(offload.weights(case(gpu="cpu:64GiB", engine_name="llama.cpp", gpus=0))).because
+
+
 # -- steps ----------------------------------------------------------------------------------
 
 
@@ -506,8 +547,7 @@ def test_a_layer_that_drafts_takes_memory() -> None:
 
     # 65 × 10^9 bytes in 64 layers: 1,015,625,000 each, 968.6 MiB; one layer more is 1.6% of 64.
     assert (
-        "its layer takes about 968.6 MiB of a GPU (as one of 64 does) and 1.6% of the cache"
-        in eagle(free=2 * GB).because
+        "its layer takes about 968.6 MiB a GPU (as one of 64 does) and 1.6% of the cache" in eagle(free=2 * GB).because
     )
     assert eagle(free=1_015_625_000).verdict == "yes"
     short = eagle(free=1_015_624_999)

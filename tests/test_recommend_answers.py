@@ -199,3 +199,11 @@ def test_figures_are_finite_and_in_order() -> None:
         assert one.speed is not None, one.no_speed
         for found in (one.speed.ttft, one.speed.tpot, one.speed.output_rate, one.speed.request_rate):
             assert 0 < found.low <= found.mid <= found.high < math.inf
+
+
+def test_what_to_change_next_is_to_be_had() -> None:
+    # vLLM on a CPU has no cache in 8 bits (v1/attention/backends/cpu_attn.py), and no GPUs to add.
+    found = recommend(asked("SmolLM2-135M-Instruct", "cpu:8GiB", context=2048, concurrency=4))
+    on_host = next(one for one in found.answers if one.judged.candidate.deployment.engine.name == "vllm")
+    assert on_host.binds.startswith("the cache")
+    assert on_host.change == "more memory, or shorter requests"

@@ -47,6 +47,21 @@ def test_a_plan_of_what_cannot_be_has_status_three_and_what_would(kvctl: Run) ->
     assert {near["direction"] for near in document["nearest"]} >= {"gpus", "gpu", "model"}
 
 
+def test_weights_in_host_memory_stand_beside_the_gpus_sum(kvctl: Run) -> None:
+    asked = ("recommend", "gpt-oss-120b", "--gpu", "RTX4090", "--host-memory", "128GiB", "--ctx", "16k", "--concurrency", "2",
+             "--engine", "llama.cpp")  # fmt: skip
+    document = json.loads(kvctl(*asked, "--json").out)
+    valid(document)
+    side = document["answers"][0]["side"]
+    # Applications have 23.5 GiB of its 24. openai/gpt-oss-120b's files have 65.25 × 10^9 B, 60.8 GiB.
+    assert 23 < sum(side["memory"].values()) / 2**30 < 24
+    assert 60 < (side["memory"]["weights"] + side["host_weights"]) / 2**30 < 62
+    text = kvctl(*asked, "-e").out
+    assert "beside it in the host's memory, not in this sum" in text
+    assert "the weights fit" not in text
+    assert "--n-cpu-moe" in text
+
+
 def test_several_make_a_matrix_in_every_form(kvctl: Run) -> None:
     many = ("recommend", "Qwen/Qwen3-8B", "openai/gpt-oss-20b", "--gpu", "L4,L40S", "--ctx", "8k", "--concurrency", "4")
     document = json.loads(kvctl(*many, "--json").out)
@@ -145,6 +160,28 @@ def test_what_is_emitted_goes_to_stdout_or_a_folder(kvctl: Run, tmp_path: Path) 
     assert not [path for path in folder.iterdir() if stat.S_IMODE(path.stat().st_mode) & 0o002]
 
 
+def test_a_folder_gets_all_files_or_none(kvctl: Run, tmp_path: Path) -> None:
+    asked = (*BASE, "--engine", "vllm", "--emit", "all", "-o", str(tmp_path))
+    (tmp_path / "compose.yaml").mkdir()
+    refused = kvctl(*asked)
+    assert refused.code == 1
+    assert "no plain file" in refused.err
+    assert "hint: " in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.yaml"]
+    (tmp_path / "compose.yaml").rmdir()
+    (tmp_path / "compose.yaml").write_text("services: {mine: {image: nginx}}\n")
+    refused = kvctl(*asked)
+    assert refused.code == 2
+    assert "compose.yaml is there already" in refused.err
+    assert "--force replaces it" in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.yaml"]
+    assert "nginx" in (tmp_path / "compose.yaml").read_text()
+    assert kvctl(*asked, "--force").code == 0
+    assert "vllm" in (tmp_path / "compose.yaml").read_text()
+    # The same once more replaces nothing.
+    assert kvctl(*asked).code == 0
+
+
 def test_two_plans_are_compared(kvctl: Run, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     one.write_text(kvctl(*BASE, "--json").out)
@@ -179,6 +216,9 @@ def test_explain_names_every_technique_with_a_verdict(kvctl: Run, form: str) -> 
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--slo", "soon"), "--slo", "ttft=500ms"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--max-quality-loss", "much"), "no percentage", "--max-quality-loss 1"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "poem"), "unknown kind", "compose"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", ""), "names no kind", "compose"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "command", "--force"), "--force replaces", "-o DIR"),
+        (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--output-tokens", "0"), "--output-tokens: 0 tokens", "at least 1"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--emit", "all"), "do not fit on stdout", "-o DIR"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "-o", "x"), "-o is where", "--emit"),
         (("recommend", "Qwen/Qwen3-8B", "--gpu", "L4", "--engine", "ideal"), "no server", "vllm"),
@@ -261,6 +301,9 @@ def test_every_kind_of_hardware_and_engine_is_answered(kvctl: Run, argv: tuple[s
     [
         ("--served-name", "x\nExecStartPre=/bin/touch x"),
         ("--served-name", ""),
+        ("--served-name", "-rf"),
+        ("--served-name", "${HEAD_ADDRESS}"),
+        ("--served-name", "$(LWS_LEADER_ADDRESS)"),
         ("--name", ""),
         ("--image", 'foo:bar"; evil'),
         ("--host", "a b;id"),
@@ -269,7 +312,7 @@ def test_every_kind_of_hardware_and_engine_is_answered(kvctl: Run, argv: tuple[s
     ],
 )
 def test_what_could_not_stand_in_a_file_is_refused(kvctl: Run, given: tuple[str, str]) -> None:
-    outcome = kvctl(*BASE, "--engine", "vllm", *given, "--emit", "systemd")
+    outcome = kvctl(*BASE, "--engine", "vllm", f"{given[0]}={given[1]}", "--emit", "systemd")
     assert outcome.code == 2
     assert "hint:" in outcome.err
     assert not outcome.out
@@ -375,3 +418,75 @@ def test_what_does_not_fit_is_still_no_and_what_is_not_known_is_said_first(kvctl
         "recommend", "Qwen3-8B", "--gpu", "H100", "--engine", "llama.cpp", "--weights-dtype", "nvfp4", "--ctx", "8k"
     )
     assert asked.code == 3  # a format that is not to be had is a no
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (*BASE, "--explain"),
+        ("recommend", "Qwen2.5-72B-Instruct", "--gpu", "RTX4090", "--concurrency", "4", "--ctx", "8k"),
+        ("recommend", "SmolLM2-135M-Instruct", "--gpu", "cpu:8GiB", "--ctx", "2k", "--concurrency", "4"),
+        ("recommend", "SmolLM2-135M-Instruct", "Qwen2.5-72B-Instruct", "--gpu", "RTX4090,cpu:8GiB,8xH100", "--ctx", "2k"),
+        ("recommend", "--what-if", "one.json", "--what-if", "other.json"),
+    ],
+)  # fmt: skip
+def test_no_line_is_wider_than_a_terminal(
+    kvctl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: tuple[str, ...]
+) -> None:
+    from rich.cells import cell_len
+
+    from kvctl.screen_lines import Screen
+
+    monkeypatch.chdir(tmp_path)
+    for name, gpu in (("one", "A100"), ("other", "2xL40S")):
+        (tmp_path / f"{name}.json").write_text(
+            kvctl("recommend", "Qwen3-32B", "--gpu", gpu, "--ctx", "8k", "--json").out
+        )
+
+    def terminal(self: Screen, start: Any = Screen.__init__) -> None:
+        start(self)
+        self.terminal = True
+
+    monkeypatch.setattr(Screen, "__init__", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = kvctl(*argv).out.splitlines()
+    assert len(lines) > 5
+    # What is typed stays whole; its options have a line each.
+    assert not [
+        line for line in lines if cell_len(line) > 80 and not line.endswith("\\") and not line.startswith("   #")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("", "a line is"),
+        ("rubbish\n", "a line is"),
+        ('{"timestamp": 0, "input_length": -1, "output_length": 2, "hash_ids": []}\n', "a line is"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}\n', "--tokenizer FILE"),
+        ('{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n'
+         '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n', "sort the trace"),
+    ],
+)  # fmt: skip
+def test_a_trace_that_cannot_be_read_says_what_one_is(kvctl: Run, tmp_path: Path, text: str, hint: str) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    outcome = kvctl(*BASE[:-2], "--trace", str(tmp_path / "trace.jsonl"))
+    assert outcome.code == 1
+    assert f"hint: {hint}" in outcome.err
+
+
+@pytest.mark.parametrize("what", ["empty", "folder", "list"])
+def test_what_is_no_plan_has_a_hint_about_plans(kvctl: Run, tmp_path: Path, what: str) -> None:
+    place = tmp_path / what
+    place.mkdir() if what == "folder" else place.write_text("[]" if what == "list" else "")
+    outcome = kvctl(*BASE, "--what-if", str(place))
+    assert outcome.code == 1
+    assert "hint: kvctl recommend MODEL … --json > plan.json saves one" in outcome.err
+
+
+@pytest.mark.parametrize("given", ["hidden_size=-1", "num_hidden_layers=-3", "vocab_size=-2", "num_attention_heads=0"])
+def test_a_configuration_that_cannot_be_says_where_to_correct_it(kvctl: Run, given: str) -> None:
+    outcome = kvctl(*BASE, "--set", given)
+    assert outcome.code == 1
+    assert given.partition("=")[0] in outcome.err
+    assert "hint: --set gave that value" in outcome.err

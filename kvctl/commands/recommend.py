@@ -228,6 +228,9 @@ def recommend(
         Optional[str],
         typer.Option("--output", "-o", metavar="DIR", help="Where --emit writes.", show_default=False),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With -o, replace files of these names that hold something else.")
+    ] = False,
     answer: Annotated[
         int, typer.Option("--answer", metavar="N", help="Which answer --emit and --verify are about: 1 is the best.")
     ] = 1,
@@ -343,7 +346,7 @@ def recommend(
             raise UsageError("no model is named", hint="kvctl recommend MODEL --gpu H100")
         output_recommend.emit_what_if(others[0], others[1], form)
         return
-    options_recommend.check_together(kinds, output, answer, form)
+    options_recommend.check_together(kinds, output, answer, form, force=force)
     proof = options_recommend.read_proof(
         verify, verify_args, server_log, start_timeout, alone=not kinds and not others, model=models[0]
     )
@@ -382,7 +385,7 @@ def recommend(
     if report.met and (kinds or others) and not quiet:
         output_recommend.say_unused(report)
     if kinds and report.met:
-        output_recommend.emit_files(report, kinds, output, answer, quiet=quiet)
+        output_recommend.emit_files(report, kinds, output, answer, force=force, quiet=quiet)
     elif others and report.met:
         output_recommend.emit_what_if(others[0], output_recommend.side_of(report, answer), form)
     else:

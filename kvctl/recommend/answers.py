@@ -15,6 +15,7 @@ from kvctl.recommend.nearest import Lack, Near, nearest
 from kvctl.recommend.passed_over import PassedOver, passed_over
 from kvctl.recommend.prices import Prices
 from kvctl.recommend.quality import Measured, quality_of
+from kvctl.recommend.takes import caches
 from kvctl.record import Record
 from kvctl.units import format_bytes, format_seconds, plural
 
@@ -335,8 +336,7 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
         used *= one.speed.concurrency / max(candidate.usual_at_once, 1)
     if candidate.queues or used >= FULL:
         words = f"the cache: {format_bytes(round(used * room))} of {format_bytes(room)} are promised to {plural(count, 'request')}"
-        quarter = candidate.deployment.kv_dtype in ("auto",)
-        return words, "a cache in 8 bits holds about twice as much" if quarter else "more GPUs, or shorter requests"
+        return words, _more_cache(candidate, ask)
     if one.speed is None:
         return "not known: its speed is not", "--verify measures it"
     bound = "host" if candidate.offloaded else one.speed.decode_bound
@@ -356,7 +356,25 @@ def binding(one: Judged, ask: Ask) -> tuple[str, str]:
         "overhead": ("launches and scheduling", "more requests at once; they cost little more"),
     }
     words, change = more[bound]
+    if not candidate.deployment.gpus:
+        change = _ON_HOST.get(bound, change)
     return words + spare, change
+
+
+_ON_HOST = {"weights": "more requests at once share them; fewer bits", "compute": "more cores, or shorter requests"}
+"""What to change where there are no GPUs to add."""
+
+
+_SIXTEEN = ("auto", "bfloat16", "f16")
+_EIGHT = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "q8_0"})
+
+
+def _more_cache(candidate: Candidate, ask: Ask) -> str:
+    """What gives more cache: half the bits, where the engine has such a format there."""
+    deployment = candidate.deployment
+    if deployment.kv_dtype in _SIXTEEN and _EIGHT & set(caches(deployment.engine, deployment.device, ask.spec)):
+        return "a cache in 8 bits holds about twice as much"
+    return f"more {'GPUs' if deployment.gpus else 'memory'}, or shorter requests"
 
 
 def _impossible(ask: Ask, judge: Judge, judged: Sequence[Judged]) -> tuple[str, ...]:

@@ -54,13 +54,14 @@ def _numbers(one: Judged, ask: Ask, judge: Judge, found: Found) -> Numbers:
         token_bytes=_token(candidate, ask),
         capacity=None if candidate.capacity is None else candidate.capacity // deployment.replicas,
         rank_weights=stack.weights,
+        host_weights=candidate.offloaded,
         graph_bytes=graphs[0] if graphs else None,
         free=stack.headroom,
         prefill_rate=prefill,
         tpot=speed.tpot if speed is not None else None,
         ttft=speed.ttft if speed is not None else None,
         decode_bound=speed.decode_bound if speed is not None else "",
-        kv_choices=tuple(_caches(candidate, alike)),
+        kv_choices=tuple(_caches(candidate, alike, ask)),
         weight_choices=tuple(_weights(candidate, alike)),
         siblings=tuple(_siblings(ask)),
     )  # fmt: skip
@@ -73,7 +74,7 @@ def _token(candidate: Candidate, ask: Ask) -> int:
     return max(1, round(stack.kv / max(each, 1.0) / ask.context))
 
 
-def _caches(candidate: Candidate, alike: list[Candidate]) -> list[KvChoice]:
+def _caches(candidate: Candidate, alike: list[Candidate], ask: Ask) -> list[KvChoice]:
     """The same deployment with its cache in other formats."""
     seen: dict[str, KvChoice] = {}
     for other in alike:
@@ -85,7 +86,10 @@ def _caches(candidate: Candidate, alike: list[Candidate]) -> list[KvChoice]:
         ):
             capacity = None if other.capacity is None else other.capacity // other.deployment.replicas
             seen[name] = KvChoice(
-                name, capacity, f"--kv-cache-dtype {name}" if not other.deployment.engine.slots else f"-ctk {name}"
+                name,
+                capacity,
+                f"--kv-cache-dtype {name}" if not other.deployment.engine.slots else f"-ctk {name} -ctv {name}",
+                _token(other, ask),
             )
     return list(seen.values())
 

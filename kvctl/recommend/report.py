@@ -97,7 +97,8 @@ def side(answer: Answer, site: Site) -> Side:
         name: found for name in ("ttft", "tpot", "output_rate", "request_rate") if math.isfinite((found := getattr(speed, name)).high)
     }  # fmt: skip
     return Side(
-        in_words(candidate), settings(candidate.deployment), (*told.program, *told.arguments), memory(candidate), candidate.capacity, candidate.at_once,
+        in_words(candidate), settings(candidate.deployment), (*told.program, *told.arguments), memory(candidate),
+        candidate.offloaded, candidate.capacity, candidate.at_once,
         figures, one.loss, one.cost,
     )  # fmt: skip
 

@@ -225,7 +225,7 @@ def _lengths(
     spec: ModelSpec, context: int | None, prompt: int | None, answer: int | None, notes: list[str]
 ) -> tuple[int, int, int]:
     """Tokens of the longest request, of the usual prompt and of the usual answer."""
-    for value, name in ((context, "--ctx"), (prompt, "prompt"), (answer, "answer")):
+    for value, name in ((context, "--ctx"), (prompt, "--input-tokens"), (answer, "--output-tokens")):
         if value is not None and not 1 <= value <= MAX_TOKENS:
             raise UsageError(f"{name}: {plural(value, 'token')} are none that could be", hint="at least 1")
     both = (prompt or 0) + (answer or 0)

@@ -35,6 +35,8 @@ class Side(Record):
     """The engine's command line, one argument each."""
     memory: Mapping[str, int] = {}
     """Bytes of a rank by what takes them: weights, cache, activations, …"""
+    host_weights: int = 0
+    """Bytes of each server's weights that stay in the host's memory, beside those."""
     capacity: int | None = None
     """Tokens that the pools of all replicas hold."""
     held: int | None = None
@@ -50,6 +52,7 @@ class Side(Record):
             "settings": dict(self.settings),
             "command": list(self.command),
             "memory": dict(self.memory),
+            "host_weights": self.host_weights,
             "capacity": self.capacity,
             "held": self.held,
             "speed": {name: _range_dict(found) for name, found in self.speed.items()},
@@ -131,6 +134,7 @@ def compare(left: Side, right: Side) -> WhatIf:
     rows += _different("flags", options(left.command), options(right.command))
     for name in dict.fromkeys((*left.memory, *right.memory)):
         rows += _number("memory", name, left.memory.get(name, 0), right.memory.get(name, 0), 0)
+    rows += _number("memory", "weights in host memory", left.host_weights, right.host_weights, 0)
     for name in ("capacity", "held"):
         one, other = getattr(left, name), getattr(right, name)
         if one is None or other is None:
@@ -241,6 +245,7 @@ def _side(data: Mapping[str, Any]) -> Side:
         settings=_mapping(data["settings"]),
         command=tuple(_text(argument) for argument in data["command"]),
         memory={name: _count(value) for name, value in _mapping(data["memory"]).items()},
+        host_weights=_count(data.get("host_weights", 0)),
         capacity=None if data["capacity"] is None else _count(data["capacity"]),
         held=None if data["held"] is None else _count(data["held"]),
         speed={name: _read_range(value) for name, value in _mapping(data["speed"]).items() if name in SPEED},

@@ -15,12 +15,17 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from kvctl.errors import Hint
 from kvctl.replay.request import Request
 from kvctl.replay.trace import BadLine, Tokenizer, microseconds, whole
 
 RUN = 16
 """Tokens under one hash: the block of most engines."""
 MAX_COUNT = 1024
+
+_COUNTED = Hint(
+    "--tokenizer FILE, a tokenizer.json, counts them", "size", "recommend", otherwise="a line with usage says them"
+)
 
 
 class MessageReader:
@@ -58,7 +63,7 @@ class MessageReader:
             ids = ids[: length // RUN]
             generated = whole(usage, "completion_tokens", 0)
         elif self._tokenizer is None:
-            raise BadLine("no usage to take lengths from, and no tokenizer to count tokens with")
+            raise BadLine("no usage to take lengths from, and no tokenizer to count tokens with", _COUNTED)
         elif not answers:
             raise BadLine("neither an answer nor usage says how much was generated")
         if not length:

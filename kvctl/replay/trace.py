@@ -32,8 +32,16 @@ _GZIP = b"\x1f\x8b"
 Tokenizer = Callable[[str], list[int]]
 
 
+_LINE = 'a line is {"timestamp": 0, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}, or an object with messages and usage'
+_FILE = "name a file of JSON lines, gzipped or not, or - for standard input"
+
+
 class BadLine(Exception):
-    """What is wrong with a line, in a few words."""
+    """What is wrong with a line, in a few words, and what to do about it where that is not what a line is."""
+
+    def __init__(self, what: str, hint: str = _LINE) -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
 def _no_number(name: str) -> NoReturn:
@@ -60,13 +68,13 @@ def read_trace(
                 request = row.read(_decode(line))
                 if request.arrival is not None:
                     if last is not None and request.arrival < last:
-                        raise BadLine("it arrives before the line above; sort the trace by time")
+                        raise BadLine("it arrives before the line above", "sort the trace by time")
                     last = request.arrival
             except BadLine as error:
-                raise SourceError(f"{name}, line {number}: {error}") from None
+                raise SourceError(f"{name}, line {number}: {error}", hint=error.hint) from None
             yield request
     if not number:
-        raise SourceError(f"{name} has no requests")
+        raise SourceError(f"{name} has no requests", hint=_LINE)
 
 
 class _Rows:
@@ -159,7 +167,7 @@ def _open(path: str | Path, name: str) -> Iterator[IO[bytes]]:
     try:
         if str(path) == "-":
             if sys.stdin is None:  # kvctl … <&-
-                raise SourceError("standard input is closed")
+                raise SourceError("standard input is closed", hint=_FILE)
             yield _unpacked(sys.stdin.buffer)
             return
         if str(path) in ("", "."):
@@ -167,13 +175,13 @@ def _open(path: str | Path, name: str) -> Iterator[IO[bytes]]:
         with Path(path).open("rb") as file:
             yield _unpacked(file)
     except EOFError:
-        raise SourceError(f"{name}: the gzip data is cut off") from None
+        raise SourceError(f"{name}: the gzip data is cut off", hint="fetch or write it again") from None
     except OSError as error:
         # gzip's own errors have no number.
         why = error.strerror or "the gzip data is damaged"
-        raise SourceError(f"{name}: {why}") from None
+        raise SourceError(f"{name}: {why}", hint=_FILE) from None
     except ValueError:
-        raise SourceError(f"{name!r} is no path") from None
+        raise SourceError(f"{name!r} is no path", hint=_FILE) from None
 
 
 def _unpacked(file: Any) -> Any:
@@ -197,9 +205,9 @@ def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
         try:
             line = file.readline(MAX_LINE + 1)
         except zlib.error:
-            raise SourceError(f"{name}: the gzip data is damaged") from None
+            raise SourceError(f"{name}: the gzip data is damaged", hint="fetch or write it again") from None
         if not line:
             return
         if len(line) > MAX_LINE:
-            raise SourceError(f"{name}, line {number}: longer than {MAX_LINE // 2**20} MiB")
+            raise SourceError(f"{name}, line {number}: longer than {MAX_LINE // 2**20} MiB", hint=_LINE)
         yield line

@@ -67,7 +67,10 @@ def find(name: str) -> Found:
     full = full_name(name)
     if full not in _lines():
         near = nearest(name)
-        raise SourceError(f"{name} is not in the catalogue", hint="nearest: " + ", ".join(near) if near else None)
+        raise SourceError(
+            f"{name} is not in the catalogue",
+            hint="nearest: " + ", ".join(near) if near else "kvctl size --list-models says what is",
+        )
     row = json.loads(_lines()[full])
     if "incomplete" in row:
         raise SourceError(

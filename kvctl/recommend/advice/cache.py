@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from kvctl.recommend.advice.case import DEPENDS, NO, YES, Advice, Case, KvChoice, judged, loss_words, seconds, size
+from kvctl.recommend.advice.case import (
+    DEPENDS,
+    GAIN,
+    NO,
+    YES,
+    Advice,
+    Case,
+    KvChoice,
+    judged,
+    loss_words,
+    seconds,
+    size,
+)
 from kvctl.spec import ConvState, RecurrentState
 
 WASTE = 0.04
@@ -49,7 +61,7 @@ def paging(case: Case) -> list[Advice]:
     lost = round(waste * case.numbers.token_bytes * work.concurrency)
     words = (
         f"blocks of {block:,} leave {waste:g} tokens empty in a request of {work.length:,} on average ({share:.2%}), "
-        f"{size(lost)} of a GPU for {work.concurrency:,} of them"
+        f"{size(lost)} {case.each} for {work.concurrency:,} of them"
     )
     if share <= WASTE:
         return [Advice(technique, YES, words, None, source)]
@@ -83,7 +95,8 @@ def prefix(case: Case) -> list[Advice]:
 def formats(case: Case) -> list[Advice]:
     """INT8, FP8, INT4 and NVFP4 of keys and values.
 
-    no: the engine has no such format on this GPU, or a better one of as many bits (`kv_choices` lacks it); or neither the pool is short nor does the cache bind a step; or the likeliest
+    no: the engine has no such format on this GPU, or a better one of as many bits (`kv_choices` lacks it); or it would not save `GAIN` of
+    the bytes; or neither the pool is short nor does the cache bind a step; or the likeliest
     loss is over the limit. depends: the loss is not known, or may be over the limit. yes: all else, and what is in use.
     """
     out = []
@@ -107,6 +120,11 @@ def formats(case: Case) -> list[Advice]:
                     source,
                 )
             )
+        elif (gain := _times(case, choice)) is not None and gain < 1 / (1 - GAIN):
+            little = (
+                f"{choice.name} would hold {gain:.3g} times as many tokens as {in_use}, which is not worth a change"
+            )
+            out.append(Advice(technique, NO, little, None, source))
         elif binds is None:
             capacity = case.numbers.capacity
             holds = f"the cache holds {capacity:,} tokens, {case.needed:,} are needed" if capacity is not None else f"{case.needed:,} tokens are needed"  # fmt: skip
@@ -130,8 +148,19 @@ def _binds(case: Case) -> str | None:
     return "reading the cache binds a step" if case.numbers.decode_bound == "cache" else None
 
 
+def _times(case: Case, choice: KvChoice) -> float | None:
+    """Tokens that the cache would hold, in times of those that it holds; None where that is not known."""
+    if choice.capacity is not None and case.numbers.capacity:
+        return choice.capacity / case.numbers.capacity
+    return None if choice.token_bytes is None else case.numbers.token_bytes / choice.token_bytes
+
+
 def _gain(case: Case, choice: KvChoice) -> str:
-    capacity = case.numbers.capacity
-    if choice.capacity is None or not capacity:
+    times = _times(case, choice)
+    if times is None:
         return "more"
-    return f"{choice.capacity:,} tokens ({choice.capacity / capacity:.3g} times)"
+    return (
+        f"{times:.3g} times as many tokens"
+        if choice.capacity is None
+        else f"{choice.capacity:,} tokens ({times:.3g} times)"
+    )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvctl.speed import Range
 
 YES, NO, DEPENDS = "yes", "no", "depends"
+GAIN = 0.1
+"""Share of the bytes that a smaller format has to save: with less, its own kernels and scales may cost more."""
 
 
 class Advice(Record):
@@ -85,6 +87,8 @@ class KvChoice(Record):
     """Tokens that the pool of one replica then holds."""
     how: str
     """Flags."""
+    token_bytes: int | None = None
+    """As of `Numbers`, in this format."""
 
 
 class WeightChoice(Record):
@@ -116,6 +120,8 @@ class Numbers(Record):
     """Tokens that the pool of one replica holds."""
     rank_weights: int = 0
     """Bytes of the weights on one rank."""
+    host_weights: int = 0
+    """Bytes of a server's weights that stay in the host's memory."""
     graph_bytes: int | None = None
     """CUDA graphs on one rank."""
     free: int | None = None
@@ -154,6 +160,11 @@ class Case(Record):
     @property
     def engine(self) -> str:
         return self.deployment.engine.name
+
+    @property
+    def each(self) -> str:
+        """Where bytes of one rank are, in words."""
+        return "a GPU" if self.deployment.gpus else "on the host"
 
     @property
     def needed(self) -> int:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import TYPE_CHECKING
 
+from kvctl.errors import KvctlError
+from kvctl.formats import BF16, plain
 from kvctl.recommend.advice.cache import FOUND
 from kvctl.recommend.advice.case import DEPENDS, NO, YES, Advice, Case, seconds, size
+from kvctl.spec import Formats
+from kvctl.speed.work import work_of
 from kvctl.units import GIB
+
+if TYPE_CHECKING:
+    from kvctl.spec import ModelSpec
 
 _LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """10^9 bytes a second of one PCIe lane, by generation (PCI-SIG, after encoding)."""
@@ -55,6 +64,8 @@ def offload(case: Case) -> list[Advice]:
 def _kv(case: Case) -> Advice:
     technique, how = "CPU offload of the cache", _FLAGS.get(case.engine)
     link, rate = link_gbs(case), case.numbers.prefill_rate
+    if not case.deployment.gpus:
+        return Advice(technique, NO, "the cache is in the host's memory already", None, _SOURCE)
     if link is None:
         gpu = case.deployment.device.name
         return Advice(
@@ -128,7 +139,11 @@ def _disk(case: Case, own: Advice) -> Advice:
     technique, gbs, rate = "disk offload of the cache", case.numbers.disk_gbs, case.numbers.prefill_rate
     if gbs is None or rate is None or rate.mid <= 0:
         per = 0.0 if rate is None else case.numbers.token_bytes * rate.mid / 1e9
-        need = f": it would have to give each GPU more than {per:.3g} GB/s" if per else ""
+        need = (
+            f": it would have to give {'each GPU' if case.deployment.gpus else 'the host'} more than {per:.3g} GB/s"
+            if per
+            else ""
+        )
         return Advice(technique, DEPENDS, f"how fast the disk or the computing is, is not known{need}", None, _SOURCE)
     words, faster = _against(case, gbs, rate.mid, "")
     host, again = _host_keeps(case), case.work.reuse_seconds
@@ -157,9 +172,13 @@ def _lmcache(case: Case, own: Advice) -> Advice:
 
 def weights(case: Case) -> list[Advice]:
     """Weights in the host's memory: every step waits for them. no where none lie there, since they fit; else by the TPOT
-    objective: yes within it, no beyond it, depends without one."""
+    objective: yes within it, no beyond it, depends without one. depends: layers that the host computes (llama.cpp)."""
     technique, source, link = "CPU offload of weights", "vLLM --cpu-offload-gb", link_gbs(case)
     away = case.deployment.serving.cpu_offload or 0
+    if case.numbers.host_weights and not away:
+        return [_layers(case, technique)]
+    if not case.deployment.gpus and not away:
+        return [Advice(technique, NO, "the weights are in the host's memory already", None, source)]
     if link is None:
         return [
             Advice(
@@ -168,7 +187,7 @@ def weights(case: Case) -> list[Advice]:
         ]
     gbs, _ = link
     if not away:
-        because = f"the weights fit ({size(case.numbers.rank_weights)} a GPU), and each GiB beside it would add {seconds(GIB / (gbs * 1e9))} to every step"  # fmt: skip
+        because = f"the weights fit ({size(case.numbers.rank_weights)} {case.each}), and each GiB beside it would add {seconds(GIB / (gbs * 1e9))} to every step"  # fmt: skip
         return [Advice(technique, NO, because, None, source)]
     added = away / (gbs * 1e9)
     words = f"{size(away)} of each GPU's weights come over {gbs:.3g} GB/s, {seconds(added)} in every step"
@@ -186,3 +205,43 @@ def weights(case: Case) -> list[Advice]:
             )
         ]
     return [Advice(technique, YES, f"{words}, within {seconds(limit)}", None, source)]
+
+
+def _layers(case: Case, technique: str) -> Advice:
+    """Whole layers that the host computes (-ngl): depends, for how fast it does is not known; of a mixture with the other way,
+    which leaves the host the routed experts alone, and the GPU the attention of every layer."""
+    of, away = len(case.spec.layers), case.numbers.host_weights
+    kept = of - min(case.deployment.serving.gpu_layers or 0, of)
+    words = (
+        f"{kept:,} of {of:,} layers, {size(away)} of weights, are in the host's memory and are computed there, and how fast that "
+        "is, is not known"
+    )
+    source = "llama.cpp tools/server/README.md (--n-gpu-layers, --n-cpu-moe)"
+    found = _mixture(case.spec)
+    if found is None or not kept:
+        return Advice(technique, DEPENDS, words, "--verify measures it", source)
+    share, layers, taken, experts = found
+    # The cache of the layers that come back takes its part of the GPU, too.
+    back = case.numbers.token_bytes * case.deployment.context * case.work.concurrency * kept / (of - kept) if of > kept else 0  # fmt: skip
+    more = math.ceil((away + back) / (away / kept * share))
+    words += (
+        f"; routed experts are {share:.0%} of a layer's parameters, and a token goes through {taken:,} of {experts:,}: with those of "
+        f"{'all' if more >= layers else f'about {more:,}'} layers there, the GPU would hold all else, with attention and its cache; which of the two is "
+        "faster, a load test tells"
+    )
+    flag = "--cpu-moe" if more >= layers else f"--n-cpu-moe {more}"
+    return Advice(technique, DEPENDS, words, f"{flag} in place of --n-gpu-layers (it is not written by --emit)", source)
+
+
+def _mixture(spec: ModelSpec) -> tuple[float, int, int, int] | None:
+    """Of a mixture: the share of routed experts in a layer's parameters, layers that have them, those that a token goes through,
+    and all; None of others, or where that is not known."""
+    try:
+        work = work_of(spec, Formats(BF16, plain(BF16), plain(BF16)))
+    except KvctlError:
+        return None
+    if not work.experts or not work.expert_layers:
+        return None
+    routed = work.expert * work.experts / work.expert_layers
+    share = routed / (routed + work.dense / work.layers)
+    return share, work.expert_layers, work.chosen, work.experts

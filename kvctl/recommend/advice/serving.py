@@ -60,7 +60,7 @@ def graphs(case: Case) -> list[Advice]:
         return [Advice(technique, DEPENDS, "what they take is not known", None, source)]
     tokens = taken // max(1, case.numbers.token_bytes)
     saved = _saved(case)
-    words = f"they take {size(taken)} a GPU, {tokens:,} tokens of the cache{saved}"
+    words = f"they take {size(taken)} {case.each}, {tokens:,} tokens of the cache{saved}"
     short = case.short
     if short and tokens >= short:
         off = {"vllm": "--enforce-eager, or fewer --cudagraph-capture-sizes", "sglang": "--disable-decode-cuda-graph, or a lower --cuda-graph-max-bs-decode"}  # fmt: skip
@@ -148,6 +148,6 @@ def disaggregated(case: Case) -> list[Advice]:
         return [Advice(technique, NO, f"{words}, and {case.engine} has no such mode", None, source)]
     moved = size(work.prompt * case.numbers.token_bytes)
     if servers < 2:
-        because = f"{words}; it takes a second server, and {moved} a GPU moved for every prompt"
+        because = f"{words}; it takes a second server, and {moved} {case.each} moved for every prompt"
         return [Advice(technique, DEPENDS, because, f"first a smaller chunk than {chunk(case):,}; then {how}", source)]
-    return [Advice(technique, YES, f"{words}; {moved} a GPU move for every prompt", how, source)]
+    return [Advice(technique, YES, f"{words}; {moved} {case.each} move for every prompt", how, source)]

@@ -190,7 +190,7 @@ def _memory(case: Case, method: Method) -> tuple[str, bool]:
     numbers, layers, deployment = case.numbers, max(1, len(case.spec.layers)), case.deployment
     stages = max(deployment.gpus, 1) if deployment.engine.slots else deployment.serving.pipeline_parallel or 1
     weights = numbers.rank_weights * stages // layers
-    words = f"; its layer takes about {size(weights)} of a GPU (as one of {layers:,} does) and {1 / layers:.1%} of the cache"
+    words = f"; its layer takes about {size(weights)} {case.each} (as one of {layers:,} does) and {1 / layers:.1%} of the cache"
     if numbers.free is None or weights <= numbers.free:
         return words, True
     return f"{words}, and {size(max(numbers.free, 0))} are free: the cache has to be smaller by it", False

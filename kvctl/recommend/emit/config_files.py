@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.engines.commandline import ENVIRONMENT
 from kvctl.errors import UsageError
 from kvctl.recommend.emit.command import Command, Option, command
-from kvctl.recommend.emit.documents import comments, document, title
+from kvctl.recommend.emit.documents import comments, document, shell, title
 from kvctl.recommend.emit.site import SETTINGS, VARIABLES, is_variables
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def config(deployment: Deployment, site: Site) -> str:
     one = command(deployment, site)
     if is_variables(deployment):
         note = f"{head}\nThis file is {VARIABLES}:\n{how}"
-        return comments(note) + "".join(f"{key}={value}\n" for key, value in _variables(one, name))
+        return comments(note) + "".join(f"{key}={shell(value)}\n" for key, value in _variables(one, name))
     note = f"{head}\nThis file is {SETTINGS}:\n{how}"
     if name == "tensorrt-llm":
         return comments(note) + one.files[0][1]

@@ -6,12 +6,14 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from kvctl.recommend.emit.nodes import HEAD
 from kvctl.units import plural
 
 if TYPE_CHECKING:
     from kvctl.recommend.deployment import Deployment
 
-_VARIABLE = re.compile(r"[\w.:/,=@%+-]*\$(?:[A-Z][A-Z0-9_]*|\{[A-Z][A-Z0-9_]*(?::\?)?\})[\w.:/,=@%+-]*")
+_VARIABLE = re.compile(rf"[\w.:/,=@%+-]*\$(?:{HEAD}|\{{{HEAD}(?::\?)?\}})[\w.:/,=@%+-]*")
+"""A word with the one variable that is meant to be one; a $ in any other stands for itself."""
 
 
 def document(*values: Any, comment: str = "") -> str:
@@ -45,7 +47,7 @@ def comments(text: str) -> str:
 
 
 def shell(word: str) -> str:
-    """A word for a shell; a variable in it stays one."""
+    """A word for a shell; the first node's address stays a variable."""
     return f'"{word}"' if _VARIABLE.fullmatch(word) else shlex.quote(word)
 
 

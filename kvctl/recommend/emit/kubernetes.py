@@ -6,6 +6,7 @@ deployment/frameworks/lws.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from kvctl.engines.metrics import NAMES, page_of
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 _GPU = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 APP = "app.kubernetes.io/name"
 """The label with the service's name, of pods and of their Service."""
-_LEADER = "$(LWS_LEADER_ADDRESS)"
-"""A variable that LeaderWorkerSet gives every pod; Kubernetes itself puts its value in place."""
+_LEADER, _INDEX = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
+"""Variables that LeaderWorkerSet gives every pod; Kubernetes itself puts their values in place."""
+_DOLLAR = re.compile(rf"\$(?=[$(])(?!{re.escape(_LEADER[1:])}|{re.escape(_INDEX[1:])})")
+"""A $ that Kubernetes would read as more than itself (third_party/forked/golang/expansion/expand.go)."""
 ONE_NODE = (
     "With ReadWriteOnce, pods on other nodes wait for ever; ReadOnlyMany is enough where the models are there already."
 )
@@ -87,7 +90,7 @@ def leader_worker_set(deployment: Deployment, site: Site) -> str:
             hint="--emit kubernetes",
         )
     first = container(deployment, site, Node("0", _LEADER))
-    other = container(deployment, site, Node("$(LWS_WORKER_INDEX)", _LEADER))
+    other = container(deployment, site, Node(_INDEX, _LEADER))
     if nodes.by_ray(deployment, site):
         first, other = _by_ray(first, other)
     labels = {APP: site.name}
@@ -132,7 +135,7 @@ def _by_ray(first: Container, other: Container) -> tuple[Container, Container]:
 def _pod(deployment: Deployment, site: Site, one: Container, *, answers: bool) -> dict[str, Any]:
     """A pod; `answers`: whether requests come to it."""
     secret = {"secretKeyRef": {"name": site.secret, "key": "token", "optional": True}}
-    variables = [{"name": name, "value": value} for name, value in one.variables]
+    variables = [{"name": name, "value": _literal(value)} for name, value in one.variables]
     mounts = [{"name": "models", "mountPath": images.MODELS}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [
         {"name": "models", "persistentVolumeClaim": {"claimName": site.claim}},
@@ -147,8 +150,8 @@ def _pod(deployment: Deployment, site: Site, one: Container, *, answers: bool) -
     server: dict[str, Any] = {
         "name": "server",
         "image": one.image,
-        "command": list(one.program),
-        "args": list(one.arguments),
+        "command": [_literal(word) for word in one.program],
+        "args": [_literal(word) for word in one.arguments],
         "env": [*variables, {"name": "HF_TOKEN", "valueFrom": secret}],
         "volumeMounts": mounts,
     }
@@ -172,6 +175,11 @@ def _pod(deployment: Deployment, site: Site, one: Container, *, answers: bool) -
     if product := _product(deployment):
         pod["nodeSelector"] = {"nvidia.com/gpu.product": product}
     return pod
+
+
+def _literal(word: str) -> str:
+    """A word that comes out of Kubernetes as it is: $$( stands for $(."""
+    return _DOLLAR.sub("$$", word)
 
 
 def _product(deployment: Deployment) -> str | None:

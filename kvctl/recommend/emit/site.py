@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*")
+_OURS = re.compile(r"\$[({]?(HEAD_ADDRESS|LWS_)")
+"""Variables that stand in what is written for several nodes."""
 _IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._/]*(:\d+/[-A-Za-z0-9._/]+)?(:[-A-Za-z0-9._]+)?(@sha256:[0-9a-f]{64})?")
 SETTINGS, VARIABLES = "engine.yaml", "engine.env"
 """What an engine's own file is called: one of settings, and one of variables of the environment."""
@@ -92,6 +94,10 @@ def check(site: Site) -> None:
     ):
         if text is not None and (not text.strip() or not text.isprintable() or len(text) > 500):
             raise UsageError(f"{text[:60]!r} cannot be {what}", hint="printable letters, and at least one")
+    if site.served is not None and site.served.startswith("-"):
+        raise UsageError(f"{site.served[:60]!r} cannot be a model's name", hint="a name without a dash before it, which engines read as an option")  # fmt: skip
+    if site.served is not None and _OURS.search(site.served):
+        raise UsageError(f"{site.served[:60]!r} cannot be a model's name", hint="a name without variables of the files that are written")  # fmt: skip
     if site.image is not None and not _IMAGE.fullmatch(site.image):
         raise UsageError(f"{site.image[:60]!r} is no name of an image", hint="registry/name:tag")
     if not _is_host(site.host):
