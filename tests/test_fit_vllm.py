@@ -226,3 +226,9 @@ def test_sparse_latents_in_fp8_by_gpu(kvctl: Run, gpus: str, row: int) -> None:
     (result,) = sizes(kvctl, "DeepSeek-V3.2", *options)
     plan = result["allocation"]
     assert plan["bytes_per_block"] == 61 * (row + 132) * plan["block_size"]
+
+
+def test_what_blackwell_does_without_being_told_is_said_there_alone(kvctl: Run) -> None:
+    for gpus, told in (("8xH200", False), ("8xMI300X", False), ("8xB200", True)):
+        outcome = kvctl("size", "GLM-5.1", "--engine", "vllm@0.32", "--gpu", gpus, "--ctx", "8k", "--json")
+        assert ("a Blackwell GPU keeps" in outcome.err + outcome.out) is told

@@ -126,5 +126,5 @@ def _check_kv_heads(spec: ModelSpec, ranks: int) -> None:
     states = (state for layer, _ in spec.groups for state in layer.states)
     for heads in sorted({state.kv_heads for state in states if isinstance(state, Attention)}):
         if heads % ranks and ranks % heads:
-            raise UsageError(f"--tensor-parallel-size {ranks} does not go with the {plural(heads, 'KV head')}",
-                             hint="TensorRT-LLM takes a divisor of their number, or a multiple of it")  # fmt: skip
+            raise UsageError(f"--tensor-parallel-size {ranks} neither divides {plural(heads, 'KV head')} nor is a multiple of them",
+                             hint="TensorRT-LLM refuses this split")  # fmt: skip

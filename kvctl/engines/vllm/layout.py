@@ -128,7 +128,8 @@ def _sparse_format(spec: ModelSpec, fmt: Formats, serving: Serving, rules: Rules
     told = fmt.key.name.startswith("fp8") and fmt.key.name != "fp8_ds_mla"
     if told and backend not in _PACKS_FP8 and rules.since >= (0, 20):
         return fmt
-    if untold and spec.model_type in rules.blackwell_fp8:
+    blackwell = serving.gpu is None or (not serving.gpu.startswith("gfx") and float(serving.gpu) >= 10)
+    if untold and blackwell and spec.model_type in rules.blackwell_fp8:
         warnings.append(
             f"a Blackwell GPU keeps {spec.model_type} in fp8 without being told: --kv-cache-dtype fp8 "
             "--attention-backend FLASHINFER_MLA_SPARSE"
