@@ -97,6 +97,8 @@ def _check_sizes(text: Fields) -> None:
     """
     for name in _SIZES:
         value = text.raw.get(name, text.raw.get(text.stored_name(name)))
+        if isinstance(value, str):
+            raise ConfigError(f"{text.path}{name} is {value[:40]!r}, not a whole number")
         if isinstance(value, int) and value < 0:
             raise ConfigError(f"{text.path}{name} is {value:,}, out of range")
 

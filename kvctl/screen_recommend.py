@@ -10,7 +10,7 @@ from kvctl.recommend.answers import in_words
 from kvctl.recommend.cases import memory
 from kvctl.recommend.prices import words as money
 from kvctl.recommend.report import seconds
-from kvctl.units import format_bytes, plural
+from kvctl.units import format_bytes, format_rate, plural
 from kvctl.words import one_line
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def figures(one: Judged, ask: Ask) -> list[tuple[str, str, str]]:
         out.append(
             (
                 "throughput",
-                f"{_whole(rate.mid)} tok/s",
-                f"{_whole(rate.low)} to {_whole(rate.high)} output tokens a second, {speed.request_rate.mid:,.3g} requests a second",
+                f"{format_rate(rate.mid)} tok/s",
+                f"{format_rate(rate.low)} to {format_rate(rate.high)} output tokens a second, {speed.request_rate.mid:,.3g} requests a second",
             )
         )
         out.append(("how sure", sure, f"hangs on: {speed.assumption}"))
@@ -161,11 +161,6 @@ def loss_words(loss: Loss) -> str:
 
 def _span(found: Range) -> str:
     return f"{seconds(found.low)} to {seconds(found.high)}"
-
-
-def _whole(value: float) -> str:
-    """A rate, with a digit after the point where it is small."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _memory(screen: Screen, one: Judged) -> None:
@@ -211,7 +206,7 @@ def _cells(one: Judged) -> list[str]:
     hour = "–" if one.cost.per_hour is None else f"{one.cost.per_hour:,.2f}/h"
     return [
         str(one.cost.gpus), f"{one.candidate.usual_at_once:,}", "–" if speed is None else seconds(speed.ttft.mid),
-        "–" if speed is None else seconds(speed.tpot.mid), "–" if speed is None else _whole(speed.output_rate.mid),
+        "–" if speed is None else seconds(speed.tpot.mid), "–" if speed is None else format_rate(speed.output_rate.mid),
         "?" if one.loss.percent is None else f"{max(one.loss.percent.mid, 0):.2g}%", hour,
     ]  # fmt: skip
 
@@ -258,7 +253,7 @@ def _certain(one: Judged) -> str:
     speed = one.speed
     if speed is None:
         return "–"
-    found = f"{_whole(speed.output_rate.low)} to {_whole(speed.output_rate.high)}"
+    found = f"{format_rate(speed.output_rate.low)} to {format_rate(speed.output_rate.high)}"
     return found if speed.validated else f"{found}, unvalidated"
 
 

@@ -100,6 +100,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
 
 
+def format_rate(value: float) -> str:
+    """A rate, with a digit after the point where it is small: 1,234, 86, 4.3, 0.61."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def format_count(count: int) -> str:
     """Parameters: 72.7B, 134.5M."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from kvctl.recommend.report import one_dict
 from kvctl.recommend.request import GOALS, Ask, ask
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec
-from kvctl.units import GIB
+from kvctl.units import GIB, format_rate
 
 VLLM = (engine("vllm"),)
 
@@ -207,3 +208,21 @@ def test_what_to_change_next_is_to_be_had() -> None:
     on_host = next(one for one in found.answers if one.judged.candidate.deployment.engine.name == "vllm")
     assert on_host.binds.startswith("the cache")
     assert on_host.change == "more memory, or shorter requests"
+
+
+def test_small_rates_keep_a_digit_and_unknown_ones_are_no_rates() -> None:
+    # 60 GB of weights beside an RTX 4090: what comes over 25.6 GB/s is a token or two in some seconds.
+    found = recommend(asked("gpt-oss-120b", "RTX4090", context=16_384, concurrency=2, host=128 * GIB))
+    best, *others = found.answers
+    assert best.judged.speed is None
+    assert "more throughput" not in {answer.kind for answer in others}
+    slow = recommend(asked("gpt-oss-120b", "RTX4090", context=16_384, concurrency=2, host=128 * GIB, engines=VLLM))
+    (words,) = [line for line in slow.answers[0].why if "output tokens a second" in line]
+    assert re.search(r"count on \(\d\.\d+, ", words)
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"), [(1234.4, "1,234"), (85.6, "86"), (10.0, "10"), (4.26, "4.3"), (0.614, "0.61"), (0.0, "0")]
+)
+def test_rates_in_words(rate: float, says: str) -> None:
+    assert format_rate(rate) == says

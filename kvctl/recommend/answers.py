@@ -17,7 +17,7 @@ from kvctl.recommend.prices import Prices
 from kvctl.recommend.quality import Measured, quality_of
 from kvctl.recommend.takes import caches
 from kvctl.record import Record
-from kvctl.units import format_bytes, format_seconds, plural
+from kvctl.units import format_bytes, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
     from kvctl.recommend.advice import Advice
@@ -233,7 +233,7 @@ def _answers(ask: Ask, good: Sequence[Judged]) -> tuple[Answer, ...]:
         ("cheaper", "cost", lambda one: 0 < _money(one) <= LESS * _money(best) and _worth(one) >= _worth(best) / 2),
         ("faster", "latency", lambda one: best.speed is not None and one.total < FASTER * best.total and one.time < best.time),
         ("higher quality", "quality", lambda one: _lost(one) < _lost(best) - 0.05),
-        ("more throughput", "throughput", lambda one: _rate(one) > _rate(best) / FASTER),
+        ("more throughput", "throughput", lambda one: best.speed is not None and _rate(one) > _rate(best) / FASTER),
         ("another engine", ask.goal, lambda one: one.candidate.deployment.engine.name not in {
             other.candidate.deployment.engine.name for _, other in chosen}),
     )  # fmt: skip
@@ -275,7 +275,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     candidate, deployment = one.candidate, one.candidate.deployment
     out = []
     if kind == "best":
-        words = {"throughput": f"most output tokens a second to count on ({one.rate:,.0f}, between the least and the likeliest)",
+        words = {"throughput": f"most output tokens a second to count on ({format_rate(one.rate)}, between the least and the likeliest)",
                  "latency": "the shortest time of a request to count on", "cost": "fewest GPUs or least money",
                  "context": "most tokens in the cache", "quality": "least loss"}[ask.goal]  # fmt: skip
         if ask.rate is not None and one.speed is not None and ask.goal == "throughput":
@@ -293,7 +293,7 @@ def _why(kind: str, one: Judged, best: Judged, ask: Ask) -> list[str]:
     elif kind == "higher quality":
         out.append(f"loses {_percent(one)} instead of {_percent(best)}")
     elif kind == "more throughput":
-        out.append(f"{_rate(one):,.0f} output tokens a second instead of {_rate(best):,.0f}")
+        out.append(f"{format_rate(_rate(one))} output tokens a second instead of {format_rate(_rate(best))}")
     if candidate.asked is not None:
         out.append(f"holds {plural(candidate.at_once, 'request')} of {ask.context:,} tokens at once")
     else:

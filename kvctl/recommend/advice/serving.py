@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvctl.recommend.advice.case import DEPENDS, NO, YES, Advice, Case, seconds, size
 from kvctl.recommend.takes import capability
+from kvctl.units import format_rate
 
 _CHUNKED = {"vllm": "--enable-chunked-prefill --max-num-batched-tokens N", "sglang": "--chunked-prefill-size N",
             "tensorrt-llm": "enable_chunked_prefill: true", "llama.cpp": "-b N -ub N", "transformers": "--cb-max-batch-tokens N"}  # fmt: skip
@@ -83,7 +84,7 @@ def batching(case: Case) -> list[Advice]:
     if count < 2:
         return [Advice(technique, NO, "one request at a time has nothing to be batched with", None, source)]
     tpot = case.numbers.tpot
-    rate = f": {count / tpot.mid:,.0f} tokens a second where one request alone has at most {1 / tpot.low:,.0f}" if tpot and tpot.low > 0 else ""  # fmt: skip
+    rate = f": {format_rate(count / tpot.mid)} tokens a second where one request alone has at most {format_rate(1 / tpot.low)}" if tpot and tpot.low > 0 else ""  # fmt: skip
     how = f"--cont-batching -np {count}" if case.engine == "llama.cpp" else None
     return [Advice(technique, YES, f"{count:,} requests share each step's reading of the weights{rate}", how, source)]
 
