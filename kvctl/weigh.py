@@ -77,14 +77,14 @@ def _weigh(
             info, tensors, said = _in_format(spec, dtype, what_if)
             warnings += said
         except ConfigError as error:
-            info, tensors = _by_number(spec, dtype, what_if, error), None
+            info, tensors = _by_number(spec, dtype, what_if, ranks, error), None
     else:
         info, tensors, said = _as_they_are(spec, dtype, ranks.cuts or by_rank)
         warnings += said
         if info is None or info.bytes is None:
             try:
                 if assume or facts_of(spec.config) is not None:
-                    info, tensors = _as_usual(spec, dtype)
+                    info, tensors = _as_usual(spec, dtype, ranks)
             except ConfigError as error:
                 if assume:
                     raise ConfigError(f"{spec.id}: how much its weights take is not known: {error.message}",
@@ -98,7 +98,7 @@ def _weigh(
         return info
 
 
-def _by_number(spec: ModelSpec, dtype: DType, name: str, error: ConfigError) -> WeightsInfo:
+def _by_number(spec: ModelSpec, dtype: DType, name: str, ranks: Split, error: ConfigError) -> WeightsInfo:
     """The same where not all tensors are known and their number is; else the error that says what is missing."""
     from kvctl.weight_estimates import estimated
     from kvctl.weight_formats import weight_format
@@ -106,7 +106,7 @@ def _by_number(spec: ModelSpec, dtype: DType, name: str, error: ConfigError) -> 
     if spec.weights is None or spec.weights.parameters is None:
         raise error
     try:
-        return estimated(spec, dtype, weight_format(name))
+        return estimated(spec, dtype, weight_format(name), ranks=ranks)
     except ConfigError:
         raise error from None
 
@@ -194,7 +194,7 @@ def _as_they_are(
 
 
 @kept
-def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None]:
+def _as_usual(spec: ModelSpec, dtype: DType, ranks: Split) -> tuple[WeightsInfo | None, tuple[Tensor, ...] | None]:
     """The weights as such models are published, where nothing says how these are stored.
 
     Raises:
@@ -207,7 +207,7 @@ def _as_usual(spec: ModelSpec, dtype: DType) -> tuple[WeightsInfo | None, tuple[
     if (found := scheme(spec.config)) is not None:
         from kvctl.weight_estimates import estimated
 
-        return estimated(spec, dtype, found.format, found.keeps()), None
+        return estimated(spec, dtype, found.format, found.keeps(), ranks), None
     published = spec.weights.parameters if spec.weights is not None else None
     name = usual_storage(spec.model_type, spec.id, dtype.name)
     if name is not None and published is None:

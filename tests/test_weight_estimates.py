@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from conftest import Outcome
 
 from kvctl.errors import ConfigError
 from kvctl.formats import BF16
 from kvctl.model import build_spec
+from kvctl.rank_weights import Split
 from kvctl.sources import catalogue
 from kvctl.spec import ModelSpec, Weights
 from kvctl.weigh import weigh
 from kvctl.weight_estimates import estimated
 from kvctl.weight_formats import weight_format
 
+Run = Callable[..., Outcome]
 ONE = (1, 1, False, 1, ())
 
 
@@ -105,3 +110,35 @@ def test_experts_have_several_names() -> None:
     assert parameters({**granite, "num_experts": 5}, whole=False) == parameters({**granite, "num_local_experts": 5})
     # A model's own file is read as its class reads it: a name that the class does not know changes nothing.
     assert parameters({**granite, "num_experts": 5}) == parameters(granite)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-235B-A22B", "meta-llama/Llama-3.1-8B"])
+@pytest.mark.parametrize(
+    "ranks", [(1, 1, True, 8, ()), (1, 1, False, 8, ()), (2, 1, False, 4, ()), (1, 2, True, 4, ())]
+)
+def test_ranks_that_each_have_all_of_attention_have_what_all_tensors_make(
+    name: str, ranks: tuple[int, int, bool, int, tuple[int, ...]]
+) -> None:
+    one = spec(name)
+    info = weigh(one, ranks, BF16, "fp8-block", [], by_rank=True)
+    assert info is not None
+    assert info.per_rank is not None
+    found = estimated(one, BF16, weight_format("fp8-block"), ranks=Split(*ranks)).per_rank
+    assert found == pytest.approx(info.per_rank, rel=0.005)
+
+
+def test_ranks_that_each_have_all_of_attention_are_not_given_equal_shares(kvctl: Run) -> None:
+    asked = ("--weights-dtype", "fp8", "--ctx", "8k", "--gpu", "4xH200", "--engine", "vllm", "--json")
+    shared = kvctl("size", "GLM-4.5-Air", *asked, "-tp", "4").json["results"][0]["fit"]
+    # (110,468,824,832 + 2 x 151,552 x 4,096) / 4, and a scale for each matrix
+    assert shared["weights_bytes"] == pytest.approx((110_468_824_832 + 1_241_513_984) / 4, rel=1e-6)
+    each = kvctl("size", "GLM-4.5-Air", *asked, "--data-parallel-size", "4", "--enable-expert-parallel").json[
+        "results"
+    ][0]["fit"]
+    # 45 layers of 128 experts of 3 x 4,096 x 1,408 over four, all else on each
+    experts = 45 * 128 * 3 * 4096 * 1408
+    assert each["weights_bytes"] == pytest.approx(110_468_824_832 + 1_241_513_984 - 3 * experts / 4, rel=1e-6)
+    # In which layers this one has experts is a list: what each rank has is not told by their number.
+    refused = kvctl("size", "MiMo-V2-Flash", *asked[2:], "--data-parallel-size", "4", "--enable-expert-parallel")
+    assert refused.code == 1
+    assert "where each has all of attention is not known" in refused.err
