@@ -77,7 +77,10 @@ def estimated(
         experts = None
     spread = (experts or 0) * _each(how, hidden)
     size = spread + (count - (experts or 0) - tables) * rest + tables * dtype.bytes
-    words = fmt.name if eight else f"{how.name} for its experts, {'16 bits' if rest == dtype.bytes else fmt.name} else"
+    else_in = "16 bits" if rest == dtype.bytes else fmt.name
+    words = (
+        fmt.name if how.name in _EIGHT_BITS or how.name == else_in else f"{how.name} for its experts, {else_in} else"
+    )
     info = WeightsInfo(round(size), count, f"estimated: {count:,} parameters as if stored in {words}", fmt.name)
     if ranks is None or ranks.data == 1 or experts is None:
         return info

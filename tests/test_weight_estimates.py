@@ -50,6 +50,13 @@ def test_glm_4_5_air_in_8_bits() -> None:
     assert info.bytes == pytest.approx(110_468_824_832 + 2 * 151_552 * 4096, rel=1e-6)
     assert info.source == "estimated: 110,468,824,832 parameters as if stored in fp8"
     assert info.per_rank is None
+    four = weigh(spec("zai-org/GLM-4.5-Air"), ONE, BF16, "awq", [])  # nine tenths of it are experts
+    assert four is not None
+    assert four.source == "estimated: 110,468,824,832 parameters as if stored in awq"
+    # 4 bits, and 16 + 4 for every 128
+    assert four.bytes == pytest.approx(
+        (110_468_824_832 - 1_241_513_984) * (4 + 20 / 128) / 8 + 2 * 1_241_513_984, rel=1e-4
+    )
 
 
 def test_deepseek_v4_has_experts_in_4_bits_and_all_else_in_8() -> None:
