@@ -483,7 +483,9 @@ def test_what_is_no_plan_has_a_hint_about_plans(kvctl: Run, tmp_path: Path, what
     assert "hint: kvctl recommend MODEL … --json > plan.json saves one" in outcome.err
 
 
-@pytest.mark.parametrize("given", ["hidden_size=-1", "num_hidden_layers=-3", "vocab_size=-2", "vocab_size=x", "num_attention_heads=0"])
+@pytest.mark.parametrize(
+    "given", ["hidden_size=-1", "num_hidden_layers=-3", "vocab_size=-2", "vocab_size=x", "num_attention_heads=0"]
+)
 def test_a_configuration_that_cannot_be_says_where_to_correct_it(kvctl: Run, given: str) -> None:
     outcome = kvctl(*BASE, "--set", given)
     assert outcome.code == 1

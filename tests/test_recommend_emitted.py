@@ -48,6 +48,18 @@ def test_size_has_the_weights_and_the_capacity_of_the_command(
     assert result["fit"]["capacity_tokens"] == answer["capacity"] > 0
 
 
+@pytest.mark.parametrize(("model", "gpus"), [("mamba-2.8b-hf", "A10"), ("Jamba-v0.1", "2xH100")])
+def test_size_has_the_capacity_of_models_with_states(kvctl: Run, model: str, gpus: str) -> None:
+    """How their weights are stored is not in their source, and `size` does not assume it."""
+    asked = f"recommend {model} --gpu {gpus} --ctx 8k --concurrency 4 --engine vllm".split()
+    answer = kvctl(*asked, "--json").json["answers"][0]["side"]
+    command = kvctl(*asked, "--emit", "command", "--quiet").out
+    # Mamba attends to nothing: vLLM keeps no prefixes of it unless it is told to, and then two states a request.
+    assert ("--no-enable-prefix-caching" in command) == (model == "mamba-2.8b-hf")
+    (result,) = kvctl("size", "--json", "--engine-args", command, "--gpu", gpus).json["results"]
+    assert result["fit"]["capacity_tokens"] == answer["capacity"] > 0
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
 def test_what_is_told_an_engine_reads_back_as_the_same_format(engine: str) -> None:
     for weights, options in _ON_LOAD[engine].items():
