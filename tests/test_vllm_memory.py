@@ -370,6 +370,10 @@ def test_an_unknown_version_is_refused(version: str) -> None:
 def test_sizes_of_any_kind_end_in_numbers(value: Any) -> None:
     for key in ("intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
                 "mlp_only_layers", "vision_config", "mm_tokens_per_image", "spatial_merge_size"):  # fmt: skip
+        if value in (-1, "7") and key.endswith("intermediate_size"):
+            with pytest.raises(ConfigError, match=f"{key} is"):
+                odd(**{key: value})
+            continue
         spec = odd(**{key: value})
         assert shape_of(spec).hidden == 64
         assert all(0 <= size < 2**60 for size in sizes(spec, "0.33").values())
