@@ -416,3 +416,22 @@ def test_asking_for_less_never_removes_a_plan(name: str, by: Engine, concurrency
         assert again.at_once >= each.at_once
     # Objectives are not the search's: what is looked for with them is the same.
     assert search(request.replace(ttft=1.0, tpot=0.01)) == search(request.replace(ttft=9.0, tpot=0.9))
+
+
+def test_gpus_without_bfloat16_run_no_model_that_overflows_in_float16() -> None:
+    # vLLM 0.32, config/model.py, _FLOAT16_NOT_SUPPORTED_MODELS: gemma2, gemma3, gemma3_text, glm4.
+    for name, runs in (("gemma-3-12b-it", False), ("gemma-2-9b-it", False), ("Qwen3-8B", True)):
+        found = search(ask(model(name), read_gpus("4xT4"), context=4096))
+        assert any(one.deployment.engine.name == "vllm" for one in found.candidates) == runs, name
+
+
+def test_sglang_keeps_blocks_of_experts_whole() -> None:
+    # Experts of 1,536 on 8 ranks are 192 wide, no multiple of 128; on 4 they are 384, which is three of them.
+    for ranks, fits in ((8, False), (4, True)):
+        request = ask(model("MiniMax-M2"), read_gpus(f"{ranks}xH200"), context=4096, engines=(engine("sglang"),))
+        plain = [
+            one
+            for one in search(request).candidates
+            if one.split.tensor == ranks and one.checkpoint.weights == "fp8-block"
+        ]
+        assert bool(plain) == fits

@@ -51,6 +51,9 @@ def test_published_checkpoints_are_those_with_the_same_layers() -> None:
     assert found["Qwen/Qwen3-32B-FP8"] == "fp8-block"
     assert found["nvidia/Qwen3-32B-NVFP4"] == "nvfp4"
     assert found["Qwen/Qwen3-32B-AWQ"] == "awq"
+    # fbgemm_fp8 has a scale for each row, and TensorRT-LLM reads none of it.
+    found = {one.name: one.weights for one in published(model("Llama-3.1-405B-Instruct"))}
+    assert found["meta-llama/Llama-3.1-405B-Instruct-FP8"] == "fp8-channel"
 
 
 def test_a_longer_name_is_no_checkpoint_of_a_shorter_one() -> None:

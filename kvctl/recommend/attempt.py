@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from kvctl.allocation import MOST_SLOTS, Part, Serving
 from kvctl.engines import Engine
+from kvctl.families import text_fields
+from kvctl.families.fields import Fields
 from kvctl.formats import CacheFormat
 from kvctl.ranks import Hardware
 from kvctl.recommend import takes
@@ -13,7 +15,7 @@ from kvctl.recommend.candidate import Candidate, Rejection, Stack
 from kvctl.recommend.checkpoints import Checkpoint
 from kvctl.recommend.deployment import Deployment
 from kvctl.recommend.request import Ask
-from kvctl.recommend.space import Split
+from kvctl.recommend.space import Split, experts
 from kvctl.record import Record
 from kvctl.room import Load, Rank, Room
 from kvctl.size import SizePlan, prepare
@@ -23,6 +25,7 @@ from kvctl.units import GIB, format_bytes, plural
 HOST_PROCESSES = {"vllm": round(1.85 * GIB)}
 """Bytes that an engine's processes take of a host beside weights and cache. vLLM 0.32 for CPUs with SmolLM2-135M: 2.13 GiB at its peak,
 0.25 of it weights and 0.04 cache; larger models take more for activations."""
+_BLOCK = 128
 MOST_BATCHED = 256
 """Requests of one server where a rate is asked for, and nobody says how many come at once: what engines take on GPUs of
 less than 70 GiB without being told, and more than most caches hold."""
@@ -86,6 +89,19 @@ class Attempt:
         assert room is not None
         return room
 
+    def _uneven(self) -> str:
+        """Why SGLang does not start with experts in blocks of 8-bit floats: each rank's part of one has whole blocks (0.5.23,
+        layers/quantization/fp8.py)."""
+        from kvctl.engines.widths import EXPERT_WIDTHS, first
+
+        if self.engine.name != "sglang" or self.checkpoint.weights != "fp8-block" or not experts(self.spec):
+            return ""
+        names = (*EXPERT_WIDTHS, "intermediate_size")
+        width, ranks = first(text_fields(Fields(self.spec.config)), names), self.split.tensor
+        if not width or width % (_BLOCK * ranks) == 0:
+            return ""
+        return f"sglang keeps blocks of {_BLOCK} whole: experts of {width:,} do not divide into such on {ranks} ranks"
+
     # -- engines with a pool ----------------------------------------------------------------
 
     def serving(self, requests: int) -> Serving:
@@ -110,6 +126,8 @@ class Attempt:
 
     def server(self, asked: int | None) -> Server | Rejection:
         """One server for so many requests at once, or why there is none."""
+        if why := self._uneven():
+            return self.rejection("refused", why)
         return self._slots(asked) if self.engine.slots else self._pool(asked)
 
     def _pool(self, asked: int | None) -> Server | Rejection:

@@ -190,7 +190,7 @@ def published(spec: ModelSpec) -> Iterator[Checkpoint]:
     for name, weights in sorted(_named_after(spec.id), key=lambda one: len(one[0])):
         if (config := _alike(spec, name)) is not None and _loads(config):
             seen.add(name)
-            weights = _said(config) or weights
+            weights = _said(config) or _BY_METHOD.get(_method(config), weights)
             yield Checkpoint(name, weights, "stored", "a published checkpoint", f"the catalogue has {name}", weights)
     data = _data()
     for name, weights, source in data["checkpoints"].get(spec.id, ()):
@@ -231,6 +231,15 @@ def _alike(spec: ModelSpec, name: str) -> Mapping[str, Any] | None:
         return None
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
     return config if mine.type == other.type and all(mine.get(key) == other.get(key) for key in keys) else None
+
+
+_BY_METHOD = {"fbgemm_fp8": "fp8-channel"}
+"""Methods that have a scale for each channel, whatever a name says."""
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    told = config.get("quantization_config")
+    return str(told.get("quant_method")) if isinstance(told, dict) else ""
 
 
 def _loads(config: Mapping[str, Any]) -> bool:

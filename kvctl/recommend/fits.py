@@ -53,7 +53,7 @@ class Search:
 
     def _of_engine(self, engine: Engine) -> Iterator[Candidate]:
         ask = self.ask
-        why = takes.runs(engine, ask.device)
+        why = takes.runs(engine, ask.device) or takes.computes_in(engine, ask.device, ask.spec)
         offered = gguf_types(ask.spec) if engine.slots else checkpoints(ask.spec)
         considered = space.weights(engine, ask.device, offered, ask.pins)
         if why or not considered:

@@ -261,6 +261,8 @@ def order(goal: str, one: Judged) -> tuple[float, ...]:
     """
     speed, candidate = one.speed, one.candidate
     lost = one.loss.percent.mid if one.loss.percent is not None else math.inf
+    # Of two that lose as much, the one that is surer not to lose more: what the model computes in itself.
+    most = one.loss.percent.high if one.loss.percent is not None else math.inf
     rate = one.rate
     money = one.cost.per_hour if one.cost.per_hour is not None else float(one.cost.gpus)
     late = speed.ttft.mid + speed.tpot.mid * 64 if speed is not None else math.inf
@@ -272,7 +274,7 @@ def order(goal: str, one: Judged) -> tuple[float, ...]:
             -_step(float(candidate.capacity or candidate.at_once * candidate.deployment.context)),
             -_step(rate),
         ),
-        "quality": (round(max(lost, 0.0), 1), -_step(rate)),
+        "quality": (round(max(lost, 0.0), 1), round(max(most, 0.0), 1), -_step(rate)),
     }
     return (
         float(len(one.missed)), *goals[goal], float(_MADE.index(candidate.deployment.made)), float(one.cost.gpus), round(max(lost, 0.0), 1),

@@ -109,6 +109,17 @@ def vendor(device: Device) -> str:
     return device.facts.vendor if device.facts is not None else "NVIDIA"
 
 
+_NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""vLLM 0.32, config/model.py: these overflow in float16, and GPUs without bfloat16 get them in float32, twice as large."""
+
+
+def computes_in(engine: Engine, device: Device, spec: ModelSpec) -> str:
+    """Why an engine does not compute a model on a device in 16 bits; empty where it does."""
+    if engine.name == "vllm" and dtype(spec, device) == "float16" and spec.model_type in _NOT_IN_FLOAT16:
+        return f"vllm computes {spec.model_type} in bfloat16 alone, which {device.name} has not"
+    return ""
+
+
 def dtype(spec: ModelSpec, device: Device) -> str:
     """What engines have to be told to compute in: GPUs below 8.0 have no bfloat16, and engines refuse to guess."""
     has = capability(device)
