@@ -161,12 +161,16 @@ def published(kind: str, name: str, model: str, parameters: int | None, why: str
 
     `kind` is "weights", "cache" or "techniques"; `why` is said of what has no figures.
     """
-    relation = _table()["as"].get(name, {}) if kind == "weights" else {}
-    names = (name, *relation.get("formats", ()))
-    rows = [row for row in figures(kind) if any(one in names for one in row.formats)]
+    relation: Mapping[str, Any] = {}
+    rows = [row for row in figures(kind) if name in row.formats]
+    chosen = _chosen(rows, plain_name(model), parameters)
+    if not chosen and kind == "weights" and name in _table()["as"]:
+        # Its own figures are of models of another size, or there are none: those of formats that are like it.
+        relation = _table()["as"][name]
+        rows = [row for row in figures(kind) if any(one in (name, *relation["formats"]) for one in row.formats)]
+        chosen = _chosen(rows, plain_name(model), parameters)
     if not rows:
         return Loss(None, "", why or f"nobody is known to have published what {name} costs")
-    chosen = _chosen(rows, plain_name(model), parameters)
     if not chosen:
         others = ", ".join(f"{row.model} {row.percent:+.2g}%" for row in rows[:3])
         return Loss(None, "", f"what {name} costs is known of models of another size alone ({others})")
