@@ -258,10 +258,10 @@ def test_manifests_charts_and_logs(text: str, expected: tuple[object, ...]) -> N
      "vllm serve x " + "--unknown-x " * 15_000, "A=1 " * 45_000],
 )  # fmt: skip
 def test_long_pastes_take_no_time(text: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()  # of this process alone, whatever else the machine does
     with contextlib.suppress(UsageError):
         commandline.read(text)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_llama_cpp() -> None:
