@@ -26,6 +26,7 @@ HOST_PROCESSES = {"vllm": round(1.85 * GIB)}
 """Bytes that an engine's processes take of a host beside weights and cache. vLLM 0.32 for CPUs with SmolLM2-135M: 2.13 GiB at its peak,
 0.25 of it weights and 0.04 cache; larger models take more for activations."""
 _BLOCK = 128
+"""Weights of a side of a block that has one scale, in checkpoints of 8-bit floats in blocks."""
 MOST_BATCHED = 256
 """Requests of one server where a rate is asked for, and nobody says how many come at once: what engines take on GPUs of
 less than 70 GiB without being told, and more than most caches hold."""

@@ -185,20 +185,20 @@ class Judge:
 
     def loss(self, candidate: Candidate) -> Loss:
         """What its formats lose together."""
-        key = candidate.deployment.weights, candidate.deployment.kv_dtype
-        if key not in self._losses:
-            self._losses[key] = self.quality.both(*key)
-        return self._losses[key]
+        return self._both(candidate.deployment.weights, candidate.deployment.kv_dtype)
 
     def counted(self, candidate: Candidate) -> Loss:
         """What is held against it: nothing of a format that was named, unless it was said how much may be lost."""
         pins, deployment = self.ask.pins, candidate.deployment
         if self.ask.max_quality_loss is not None or (pins.weights is None and pins.kv_dtype is None):
             return self.loss(candidate)
-        key = (
+        return self._both(
             deployment.weights if pins.weights is None else _OWN,
             deployment.kv_dtype if pins.kv_dtype is None else _OWN,
         )
+
+    def _both(self, weights: str, kv_dtype: str) -> Loss:
+        key = weights, kv_dtype
         if key not in self._losses:
             self._losses[key] = self.quality.both(*key)
         return self._losses[key]
